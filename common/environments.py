@@ -1,0 +1,119 @@
+"""Vector environments: construction, seeds by global index, the spaces that fit, and episode statistics."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from common.arguments import BadInput
+
+TRAINING, EVALUATION = 0, 1  # seed domains
+
+
+def environment_seeds(seed: int, domain: int, indices: range) -> np.ndarray:
+    """One seed for each global index, derived from (seed, domain, index), so that no two runs or ranks share a stream."""
+    words = [np.random.SeedSequence([seed, domain, i]).generate_state(1)[0] for i in indices]
+    return np.array(words, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
+
+
+def is_native_atari(env_id: str) -> bool:
+    """True for ids that run in ALE's own C++ vector environment, whose observations are (4, 84, 84), oldest frame first."""
+    return env_id.startswith("ALE/")
+
+
+def make_envs(
+    env_id: str, num_envs: int, vectorization: str = "sync", num_threads: int = 1, life_loss: bool = False
+) -> VectorEnv:
+    """`num_envs` environments that reset in the step that ends an episode (`AutoresetMode.SAME_STEP`).
+
+    `num_threads` and `life_loss` (a lost life terminates, the game goes on) concern Atari alone.
+    Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no script can use.
+    """
+    same_step = AutoresetMode.SAME_STEP
+    try:
+        if is_native_atari(env_id):
+            import ale_py
+
+            gym.register_envs(ale_py)
+            envs = gym.make_vec(
+                env_id,
+                num_envs,
+                vectorization_mode="vector_entry_point",
+                autoreset_mode=same_step,
+                num_threads=min(num_threads, num_envs),
+                repeat_action_probability=0.0,  # as in the published results for NoFrameskip-v4
+                reward_clipping=False,  # statistics count the score; scripts take the sign
+                life_loss_info=life_loss,
+            )
+        else:
+            if env_id.startswith("MinAtar/"):
+                from minatar.gym import register_envs
+
+                register_envs()
+            kwargs = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
+            envs = gym.make_vec(
+                env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=[alone]
+            )
+    except ModuleNotFoundError as error:
+        package = {"ale_py": "ale-py", "minatar": "minatar"}.get(error.name or "", error.name)
+        raise BadInput(f"--env-id {env_id}: needs a package that is missing: pip install {package}") from error
+    except (gym.error.Error, ImportError) as error:
+        raise BadInput(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
+    assert envs.metadata["autoreset_mode"] == same_step
+    space = envs.single_observation_space
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3):
+        envs.close()
+        raise BadInput(f"--env-id {env_id}: observation space {space} is not a vector (1-D Box) or an image (3-D Box).")
+    return envs
+
+
+def alone(env: gym.Env) -> gym.Env:
+    """In a worker process of an asynchronous environment: its rank alone ends it, not Ctrl-C, and it never outlives it."""
+    if multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv>"):
+        os.setsid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    return env
+
+
+def reset(envs: VectorEnv, seeds: np.ndarray) -> np.ndarray:
+    """Reset every environment with its own seed -> observations (n, *shape)."""
+    native = type(envs).__name__ == "AtariVectorEnv"  # the one that takes an array, and only that
+    return envs.reset(seed=seeds if native else seeds.tolist())[0]
+
+
+class EpisodeStatistics:
+    """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
+
+    A lost life does not end an Atari game: there the frame counter, which falls at real resets only, tells the end.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+        self.frames = np.zeros(num_envs, dtype=np.int64)
+        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
+
+    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> None:
+        """Count one vector step: rewards (n,), dones (n,)."""
+        self.returns += rewards
+        self.lengths += 1
+        if "episode_frame_number" in infos:
+            dones = dones & (infos["episode_frame_number"] < self.frames)
+            self.frames[:] = infos["episode_frame_number"]
+        if not dones.any():
+            return
+        for i in np.flatnonzero(dones):
+            self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
+        self.returns[dones], self.lengths[dones] = 0.0, 0
+
+    def pop(self) -> np.ndarray:
+        """[sum of returns, sum of lengths, number] of the episodes that ended since the last call."""
+        finished, self.finished = self.finished, []
+        return np.array([(r, n, 1.0) for r, n, _ in finished]).reshape(-1, 3).sum(0)

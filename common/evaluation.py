@@ -1,0 +1,48 @@
+"""Evaluation shared by all ranks: the same episodes, and the same results, at every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from common.distributed import World
+from common.environments import EVALUATION, EpisodeStatistics, environment_seeds, reset
+
+MAX_STEPS = 27_000  # of one episode: half an hour of an Atari game
+
+
+def evaluation_here(episodes: int, world: World) -> range:
+    """The episodes that this rank plays: e with e mod world size = rank."""
+    return range(world.rank, episodes, world.world_size)
+
+
+def evaluate(
+    act: Callable[[np.ndarray], np.ndarray], envs: VectorEnv | None, seed: int, episodes: int, world: World
+) -> tuple[np.ndarray, np.ndarray]:
+    """Play episode e from seed (seed, EVALUATION, e), on rank e mod world size -> returns and lengths, each (episodes,).
+
+    `act` maps observations (n, *shape) to actions for `envs`, which hold one environment for each of this rank's
+    episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.
+    """
+    mine = evaluation_here(episodes, world)
+    results = np.zeros((-(-episodes // world.world_size), 2))  # as long on every rank
+    if envs is not None:
+        obs = reset(envs, environment_seeds(seed, EVALUATION, mine))
+        statistics = EpisodeStatistics(len(mine))
+        playing = np.ones(len(mine), dtype=bool)
+        for _ in range(MAX_STEPS):
+            obs, rewards, terminations, truncations, infos = envs.step(act(obs))
+            statistics.step(rewards, terminations | truncations, infos)
+            for episode_return, length, i in statistics.finished:
+                if playing[i]:  # the first episode of each counts
+                    results[i], playing[i] = (episode_return, length), False
+            statistics.finished.clear()
+            if not playing.any():
+                break
+        for i in np.flatnonzero(playing):
+            results[i] = statistics.returns[i], statistics.lengths[i]
+    table = world.gather(results).reshape(world.world_size, -1, 2)  # collective
+    by_episode = table.transpose(1, 0, 2).reshape(-1, 2)[:episodes]  # row e // world_size of rank e mod world_size
+    return by_episode[:, 0], by_episode[:, 1]
