@@ -7,6 +7,11 @@ class BadInput(ValueError):
     """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
 
 
+def flag(name: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
 def require(valid: bool, flag: str, value: object, needed: str) -> None:
     """Raise `BadInput` unless `valid`. Write conditions so that NaN fails them: `0 < x < inf`, not `not x <= 0`."""
     if not valid:
@@ -14,7 +19,7 @@ def require(valid: bool, flag: str, value: object, needed: str) -> None:
 
 
 def require_divisible(flag: str, value: int, divisor: int, divisor_name: str) -> None:
-    """Raise `BadInput` with the nearest valid values unless `divisor` divides `value`. Nothing is rounded for the user."""
+    """Raise `BadInput` with the nearest valid values unless `divisor` divides `value`. Nothing is rounded."""
     if value % divisor:
         below = value - value % divisor
         nearest = f"{below} or {below + divisor}" if below else f"{divisor}"

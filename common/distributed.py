@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks, the process group, the packed collective, the equality check, and a clean end.
+"""The ranks, their process group, the packed collective, the check that they are equal, and a clean end.
 
 One `World` serves torchrun and plain `python` (a process group of one). Every boundary of a run (iteration, auxiliary
 epoch, evaluation) goes through `World.gather`, which also carries stop requests and feeds the watchdog.
@@ -40,8 +40,8 @@ class Desync(RuntimeError):
 class World:
     """The ranks of this run, read from the launcher's variables (a world of one without them); starts nothing.
 
-    Attributes: `rank` (global), `local_rank`, `world_size`, `device`, and `stop`: 0, or the signal number that some rank
-    had received by the last `gather`, equal on all ranks.
+    Attributes: `rank` (global), `local_rank`, `world_size`, `device`, and `stop`: 0, or the signal number that some
+    rank had received by the last `gather`, equal on all ranks.
     """
 
     def __init__(self, cuda: bool = True) -> None:
@@ -62,8 +62,9 @@ class World:
 
     @contextmanager
     def process_group(self, timeout: float) -> Iterator[None]:
-        """Open the process group; turn SIGINT and SIGTERM into `stop`; end a rank that reaches no boundary for `timeout` s.
+        """Open the process group; make SIGINT and SIGTERM requests (`stop`); watch that boundaries are reached.
 
+        `timeout`: seconds between two boundaries after which this rank prints its stack and ends with code 1.
         What uses DDP must run in a function called inside this block, so that its modules are gone when the block ends:
         gloo may abort the process if a DDP reducer outlives its group.
         """
@@ -119,7 +120,7 @@ class World:
             torch.backends.cudnn.deterministic = True
 
     def _watch(self, wake_read: int) -> None:
-        """Thread: note the first signal, end the process on a second one, after `GRACE`, or after `timeout` of silence."""
+        """Thread: note the first signal; end the process on a second one, after `GRACE`, or after `timeout`."""
         asked = None
         while True:
             deadline = self._alive + self._timeout if asked is None else asked + GRACE
@@ -138,7 +139,7 @@ class World:
             elif asked is not None and time.monotonic() > asked + GRACE:
                 end_now(128 + self._signum)
             elif asked is None and time.monotonic() > self._alive + self._timeout:
-                note = f"rank {self.rank}: --timeout {self._timeout:g}: no boundary reached for so many seconds; it stands at"
+                note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at"
                 print(note, file=sys.stderr, flush=True)
                 faulthandler.dump_traceback()
                 end_now(1)
@@ -159,12 +160,20 @@ class World:
         self.stop = int(table[:, -1].max())
         return table[:, :-1]
 
+    def reduce(self, sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
+        """One packed collective: the sum over ranks of each of `sums`, the largest of each of `maxima`, by name."""
+        table = self.gather([*sums.values(), *maxima.values()])  # collective
+        totals = [*table[:, : len(sums)].sum(0), *table[:, len(sums) :].max(0)]
+        return dict(zip([*sums, *maxima], map(float, totals), strict=True))
+
     def check_equal(self, step: int, **state: object) -> None:
         """Raise `Desync` naming the first tensor, rank and step where `state` is not bit-identical to rank 0's.
 
-        `state`: modules, optimisers, generators, anything with `state_dict()`, and nests of tensors, arrays and numbers.
+        `state`: modules, optimisers, generators, nests of tensors, arrays and numbers.
         """
-        digests = {n: hashlib.blake2b(b, digest_size=8).digest() for name, v in state.items() for n, b in leaves(name, v)}
+        digests = {
+            n: hashlib.blake2b(b, digest_size=8).digest() for name, v in state.items() for n, b in leaves(name, v)
+        }
         table: list[dict[str, bytes]] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(table, digests)  # collective
         for name in table[0]:
@@ -192,7 +201,7 @@ def leaves(name: str, value: object) -> Iterator[tuple[str, bytes]]:
 
 
 def peer_ended(error: BaseException) -> bool:
-    """True for the error of a collective whose other end is gone: the fault, and the traceback to read, are another rank's."""
+    """True for the error of a collective whose other end is gone: the fault is another rank's."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
@@ -207,7 +216,7 @@ def end_now(code: int) -> None:
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Run a script's `main` and turn its end into output and exit code: 0 done, 2 bad input, 1 a fault, 128 + signal."""
+    """Run a script's `main` and end with its exit code: 0 done, 2 bad input, 1 a fault, 128 + signal."""
     rank = int(os.environ.get("RANK", 0))
     try:
         main()

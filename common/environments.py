@@ -18,13 +18,13 @@ TRAINING, EVALUATION = 0, 1  # seed domains
 
 
 def environment_seeds(seed: int, domain: int, indices: range) -> np.ndarray:
-    """One seed for each global index, derived from (seed, domain, index), so that no two runs or ranks share a stream."""
+    """One seed for each global index, derived from (seed, domain, index), so that no two runs share a stream."""
     words = [np.random.SeedSequence([seed, domain, i]).generate_state(1)[0] for i in indices]
     return np.array(words, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
 
 
 def is_native_atari(env_id: str) -> bool:
-    """True for ids that run in ALE's own C++ vector environment, whose observations are (4, 84, 84), oldest frame first."""
+    """True for ids that run in ALE's own C++ vector environment: observations (4, 84, 84), oldest frame first."""
     return env_id.startswith("ALE/")
 
 
@@ -56,7 +56,8 @@ def make_envs(
             if env_id.startswith("MinAtar/"):
                 from minatar.gym import register_envs
 
-                register_envs()
+                if "MinAtar/Breakout-v1" not in gym.registry:
+                    register_envs()
             kwargs = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
             envs = gym.make_vec(
                 env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=[alone]
@@ -75,7 +76,7 @@ def make_envs(
 
 
 def alone(env: gym.Env) -> gym.Env:
-    """In a worker process of an asynchronous environment: its rank alone ends it, not Ctrl-C, and it never outlives it."""
+    """In a worker process of an asynchronous environment: Ctrl-C spares it, and it never outlives its rank."""
     if multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv>"):
         os.setsid()
         if sys.platform == "linux":
@@ -113,7 +114,8 @@ class EpisodeStatistics:
             self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
         self.returns[dones], self.lengths[dones] = 0.0, 0
 
-    def pop(self) -> np.ndarray:
-        """[sum of returns, sum of lengths, number] of the episodes that ended since the last call."""
+    def pop(self) -> dict[str, float]:
+        """Sums over the episodes that ended since the last call: their returns, lengths and number."""
         finished, self.finished = self.finished, []
-        return np.array([(r, n, 1.0) for r, n, _ in finished]).reshape(-1, 3).sum(0)
+        returns, lengths = sum(f[0] for f in finished), sum(f[1] for f in finished)
+        return {"return": returns, "length": lengths, "episodes": len(finished)}

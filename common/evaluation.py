@@ -21,7 +21,7 @@ def evaluation_here(episodes: int, world: World) -> range:
 def evaluate(
     act: Callable[[np.ndarray], np.ndarray], envs: VectorEnv | None, seed: int, episodes: int, world: World
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Play episode e from seed (seed, EVALUATION, e), on rank e mod world size -> returns and lengths, each (episodes,).
+    """Play episode e from seed (seed, EVALUATION, e), on rank e mod world size -> returns, lengths: (episodes,).
 
     `act` maps observations (n, *shape) to actions for `envs`, which hold one environment for each of this rank's
     episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.

@@ -1,4 +1,4 @@
-"""The run directory, the console line and wandb: rank 0 writes, the same calls do nothing elsewhere. No collectives here."""
+"""The run directory, the console line and wandb: rank 0 writes, elsewhere the same calls do nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Logger:
         return run
 
     def log(self, row: dict[str, float | int]) -> None:
-        """Write one row, flushed; `row` maps columns to numbers, `global_step` among them; what is missing stays blank."""
+        """Write one row, flushed; `row` maps columns to numbers, `global_step` among them; the rest stays blank."""
         if not self.enabled:
             return
         unknown = row.keys() - set(self.columns)

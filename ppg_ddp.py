@@ -1,0 +1,682 @@
+"""Phasic Policy Gradient (arXiv:2009.04416), the same experiment on any number of processes (DDP).
+
+    python ppg_ddp.py --env-id CartPole-v1
+    torchrun --nproc_per_node=2 ppg_ddp.py --env-id CartPole-v1
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppg_ddp.py --num-envs 8
+
+To use it in a project of your own, copy this file and
+    common/arguments.py common/distributed.py common/environments.py common/evaluation.py common/logger.py
+    common/normalization.py
+
+PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
+policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
+`ppo_ddp.py`, bit for bit on vector observations.
+
+Differences from the reference (OpenAI's phasic-policy-gradient), beside those listed in `ppo_ddp.py`:
+1. Policy and value losses share their epochs (E_pi = E_V = `--update-epochs`), minibatches, and one Adam.
+2. Gradient norms are clipped in both phases (`--max-grad-norm inf`: not); `--anneal-lr` lowers both learning rates.
+3. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
+4. The auxiliary phase has an Adam of its own over all networks, which keeps its state from phase to phase, as there.
+5. Phases are short by default, for small problems; the paper's are --n-pi 32 over 64 x 256 steps, --update-epochs 1,
+   --num-minibatches 8, --aux-epochs 6, --learning-rate 5e-4, --gamma 0.999, --norm-adv batch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from common.arguments import BadInput, crossed, flag, require, require_divisible
+from common.distributed import World, launch
+from common.environments import TRAINING, EpisodeStatistics, environment_seeds, is_native_atari, make_envs, reset
+from common.evaluation import evaluate, evaluation_here
+from common.logger import Logger
+from common.normalization import RunningMoments, discounted_returns
+
+
+@dataclass
+class Args:
+    # run
+    seed: int = 1
+    """seed of everything random; runs with different seeds share no random stream"""
+    total_timesteps: int = 500_000
+    """budget in environment transitions, all ranks; the whole iterations that fit are run"""
+    run_dir: str | None = None
+    """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
+    track: bool = False
+    """log to Weights & Biases too (offline with WANDB_MODE=offline)"""
+    wandb_project_name: str = "lockstep"
+    """wandb's project"""
+    wandb_entity: str | None = None
+    """wandb's user or team"""
+    cuda: bool = True
+    """use GPUs where there are any"""
+    num_threads: int = 0
+    """torch threads per rank; 0: one for vector observations, all cores shared among local ranks for images"""
+    compile: bool = False
+    """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
+    eval_every: int = 50_000
+    """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
+    eval_episodes: int = 20
+    """episodes per evaluation, shared among the ranks"""
+    stop_at_return: float | None = None
+    """end the run once an evaluation reaches this mean return"""
+    save_model: bool = False
+    """write model.pt at the end"""
+    check_sync_every: int = 100_000
+    """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
+    timeout: float = 600.0
+    """seconds without reaching a boundary (iteration, evaluation) after which a rank prints its stack and ends"""
+
+    # environment
+    env_id: str = "CartPole-v1"
+    """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
+    num_envs: int = 4
+    """parallel environments, all ranks"""
+    vectorization: Literal["sync", "async"] = "sync"
+    """one process per rank, or one per environment for slow ones; Atari always uses its native threads"""
+    life_loss: bool = True
+    """Atari: a lost life ends the episode for learning (never for reported returns)"""
+    norm_obs: bool = False
+    """normalise vector observations by running moments over all ranks"""
+    norm_reward: bool = False
+    """divide rewards by the running standard deviation of discounted returns over all ranks"""
+
+    # algorithm
+    num_steps: int = 128
+    """steps of each environment per iteration"""
+    num_minibatches: int = 4
+    """minibatches per epoch, each with as many steps of every environment"""
+    update_epochs: int = 4
+    """epochs over an iteration's batch"""
+    learning_rate: float = 2.5e-4
+    """Adam's learning rate"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly to 0 over the run"""
+    adam_eps: float = 1e-5
+    """Adam's epsilon"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation"""
+    clip_coef: float = 0.2
+    """clipping of the probability ratio, and of the value's move with --clip-vloss"""
+    clip_vloss: bool = True
+    """clip the value loss"""
+    norm_adv: Literal["minibatch", "batch", "none"] = "minibatch"
+    """what advantages are normalised over, always on all ranks"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of the gradient, inf: unclipped"""
+    target_kl: float | None = None
+    """end an iteration's epochs once an epoch's mean approx_kl, over all ranks, exceeds this"""
+    n_pi: int = 16
+    """iterations per policy phase; an auxiliary phase follows each, over all their transitions"""
+    aux_epochs: int = 6
+    """epochs of an auxiliary phase; 0: no auxiliary phases, which is PPO"""
+    num_aux_minibatches: int = 16
+    """minibatches per auxiliary epoch, each with as many steps of every environment"""
+    aux_learning_rate: float = 5e-4
+    """the auxiliary phase's learning rate, annealed with the policy phase's"""
+    beta_clone: float = 1.0
+    """weight of the KL divergence from the policy before the auxiliary phase"""
+
+    def __post_init__(self) -> None:
+        for name in ("total_timesteps", "eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs"):
+            require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
+        for name in ("n_pi", "num_aux_minibatches"):
+            require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
+        for name in ("seed", "num_threads", "eval_every", "check_sync_every", "aux_epochs"):
+            require(getattr(self, name) >= 0, flag(name), getattr(self, name), "an integer of at least 0")
+        for name in ("learning_rate", "adam_eps", "clip_coef", "timeout", "aux_learning_rate"):
+            require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
+        for name in ("ent_coef", "vf_coef", "beta_clone"):
+            require(0 <= getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number of at least 0")
+        for name in ("gamma", "gae_lambda"):
+            require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
+        require(self.max_grad_norm > 0, "--max-grad-norm", self.max_grad_norm, "a number above 0 (inf: no clipping)")
+        require(self.target_kl is None or self.target_kl > 0, "--target-kl", self.target_kl, "above 0, or None")
+        if self.stop_at_return is not None:
+            require(self.stop_at_return > -math.inf, "--stop-at-return", self.stop_at_return, "a number")
+            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
+        require_divisible("--num-steps", self.num_steps, self.num_minibatches, "--num-minibatches")
+        size = self.num_envs * self.num_steps
+        needed = f"at least one iteration: --num-envs {self.num_envs} x --num-steps {self.num_steps} = {size}"
+        require(self.total_timesteps >= size, "--total-timesteps", self.total_timesteps, needed)
+        if self.aux_epochs:
+            require(
+                self.n_pi * self.num_steps % self.num_aux_minibatches == 0,
+                "--num-aux-minibatches",
+                self.num_aux_minibatches,
+                f"a divisor of --n-pi x --num-steps = {self.n_pi * self.num_steps}",
+            )
+            needed = f"at least {self.n_pi * size}, which has one auxiliary phase (or set --aux-epochs 0)"
+            require(self.total_timesteps >= self.n_pi * size, "--total-timesteps", self.total_timesteps, needed)
+
+
+# ALGO LOGIC: networks
+
+
+def layer_init(layer: nn.Linear | nn.Conv2d, std: float = math.sqrt(2)) -> nn.Linear | nn.Conv2d:
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, 0.0)
+    return layer
+
+
+class Trunk(nn.Module):
+    """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
+
+    Vector: two layers of 64. Image: by its smaller side, the network of the DQN Nature paper (36 and up) or of the
+    MinAtar paper (arXiv:1903.03176). Only native Atari images are channels-first.
+    """
+
+    def __init__(self, space: gym.spaces.Box, channels_first: bool) -> None:
+        super().__init__()
+        self.image, self.channels_first = len(space.shape) == 3, channels_first
+        self.scale = 255.0 if space.dtype == np.uint8 and self.image else 1.0
+        if not self.image:
+            size, self.num_features = space.shape[0], 64
+            hidden = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+        else:
+            channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
+            if min(height, width) >= 36:
+                convolutions, self.num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
+            else:
+                convolutions, self.num_features = [(channels, 16, 3, 1)], 128
+            hidden = []
+            for in_channels, out_channels, kernel, stride in convolutions:
+                hidden += [layer_init(nn.Conv2d(in_channels, out_channels, kernel, stride)), nn.ReLU()]
+                height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+            flat = nn.Linear(out_channels * height * width, self.num_features)
+            hidden += [nn.Flatten(), layer_init(flat), nn.ReLU()]
+        self.layers = nn.Sequential(*hidden).to(memory_format=torch.channels_last)
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        if self.image:
+            obs = obs if self.channels_first else obs.permute(0, 3, 1, 2)  # (B, C, H, W)
+            obs = obs.contiguous(memory_format=torch.channels_last)
+        obs = obs.to(torch.get_default_dtype())
+        return self.layers(obs if self.scale == 1.0 else obs / self.scale)
+
+
+class Agent(nn.Module):
+    """Policy and value over separate trunks.
+
+    The policy is a tensor `pi`: logits (B, n) of a `Discrete` space, or means and log standard deviations (B, 2 d) of a
+    `Box` of d numbers.
+    """
+
+    def __init__(self, obs_space: gym.spaces.Box, action_space: gym.Space, channels_first: bool) -> None:
+        super().__init__()
+        self.discrete = isinstance(action_space, gym.spaces.Discrete)
+        size = int(action_space.n) if self.discrete else math.prod(action_space.shape)
+        self.trunk = Trunk(obs_space, channels_first)
+        self.value_trunk = Trunk(obs_space, channels_first)
+        self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)
+        self.critic = layer_init(nn.Linear(self.trunk.num_features, 1), std=1.0)
+        if not self.discrete:
+            self.log_std = nn.Parameter(torch.zeros(size))
+
+    def policy(self, features: torch.Tensor) -> torch.Tensor:
+        out = self.actor(features)
+        return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
+
+    def value(self, obs: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self.critic(self.value_trunk(obs)).squeeze(-1)
+
+    def log_prob_entropy(self, pi: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """pi (B, .), actions (B,) or (B, d) -> log-probabilities (B,) and entropies (B,)."""
+        if self.discrete:
+            log_p = pi.log_softmax(-1)
+            return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+        mean, log_std = pi.chunk(2, -1)
+        deviation = (actions - mean) * (-log_std).exp()
+        constant = 0.5 * math.log(2 * math.pi)
+        log_prob = (-0.5 * deviation**2 - log_std - constant).sum(-1)
+        return log_prob, (0.5 + constant + log_std).sum(-1)
+
+    def kl_divergence(self, old_pi: torch.Tensor, pi: torch.Tensor) -> torch.Tensor:
+        """KL(old_pi || pi) of (B, .) -> (B,)."""
+        if self.discrete:
+            old_log_p, log_p = old_pi.log_softmax(-1), pi.log_softmax(-1)
+            return (old_log_p.exp() * (old_log_p - log_p)).sum(-1)
+        old_mean, old_log_std, mean, log_std = *old_pi.chunk(2, -1), *pi.chunk(2, -1)
+        moved = ((2 * old_log_std).exp() + (old_mean - mean) ** 2) / (2 * (2 * log_std).exp())
+        return (log_std - old_log_std + moved - 0.5).sum(-1)
+
+    def sample(self, pi: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """pi (n, .) and noise, uniform (n,) or normal (n, d) -> actions (n,) by inverse CDF, or (n, d)."""
+        if self.discrete:
+            cdf = np.exp(pi - pi.max(-1, keepdims=True)).cumsum(-1)
+            return (noise[:, None] * cdf[:, -1:] >= cdf[:, :-1]).sum(-1)
+        mean, log_std = np.split(pi, 2, -1)
+        return mean + np.exp(log_std) * noise
+
+    def mode(self, pi: np.ndarray) -> np.ndarray:
+        """pi (n, .) -> the most probable actions, (n,) or (n, d)."""
+        return pi.argmax(-1) if self.discrete else np.split(pi, 2, -1)[0]
+
+
+# ALGO LOGIC: losses
+
+
+class PPOLoss(nn.Module):
+    """The clipped objectives of one minibatch (arXiv:1707.06347 eq. 7 and 9); `forward` is what DDP reduces."""
+
+    def __init__(self, agent: Agent, args: Args) -> None:
+        super().__init__()
+        self.agent, self.args = agent, args
+
+    def forward(
+        self,
+        obs: torch.Tensor,  # (B, *shape)
+        actions: torch.Tensor,  # (B,) or (B, d)
+        logprobs: torch.Tensor,  # (B,), and so all below
+        advantages: torch.Tensor,
+        returns: torch.Tensor,
+        values: torch.Tensor,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Returns the loss, a mean over the minibatch, and, detached, its three parts and the log-ratios (B,)."""
+        args = self.args
+        features = self.agent.trunk(obs)
+        newlogprob, entropy = self.agent.log_prob_entropy(self.agent.policy(features), actions)
+        newvalue = self.agent.value(obs, features)
+
+        logratio = newlogprob - logprobs
+        ratio = logratio.exp()
+        clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        pg_loss = -torch.min(advantages * ratio, advantages * clipped).mean()
+        if args.clip_vloss:
+            v_clipped = values + (newvalue - values).clamp(-args.clip_coef, args.clip_coef)
+            v_loss = 0.5 * torch.max((newvalue - returns) ** 2, (v_clipped - returns) ** 2).mean()
+        else:
+            v_loss = 0.5 * ((newvalue - returns) ** 2).mean()
+        entropy_loss = entropy.mean()
+        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+        return loss, (pg_loss.detach(), v_loss.detach(), entropy_loss.detach(), logratio.detach())
+
+
+class AuxLoss(nn.Module):
+    """The joint objective of the auxiliary phase (arXiv:2009.04416 section 2) plus the value loss."""
+
+    def __init__(self, agent: Agent, aux_critic: nn.Linear, args: Args) -> None:
+        super().__init__()
+        self.agent, self.aux_critic, self.args = agent, aux_critic, args
+
+    def forward(
+        self,
+        obs: torch.Tensor,  # (B, *shape)
+        returns: torch.Tensor,  # (B,)
+        old_pi: torch.Tensor,  # (B, .)
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Returns the loss, a mean over the minibatch, and, detached, its three parts."""
+        features = self.agent.trunk(obs)
+        aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - returns) ** 2).mean()
+        kl_loss = self.agent.kl_divergence(old_pi, self.agent.policy(features)).mean()
+        v_loss = 0.5 * ((self.agent.value(obs, features) - returns) ** 2).mean()
+        loss = aux_v_loss + self.args.beta_clone * kl_loss + v_loss
+        return loss, (aux_v_loss.detach(), kl_loss.detach(), v_loss.detach())
+
+
+# ALGO LOGIC: pure helpers
+
+
+def compute_gae(
+    rewards: np.ndarray, values: np.ndarray, next_values: np.ndarray, dones: np.ndarray, gamma: float, gae_lambda: float
+) -> np.ndarray:
+    """Generalised advantage estimates (arXiv:1506.02438 eq. 16), all (T, n).
+
+    next_values[t]: what the observation after step t is worth, 0 where the episode terminated, V of its last
+    observation where it was truncated; `dones`: 1.0 where it ended either way, which cuts the sum.
+    """
+    advantages = np.empty_like(values)
+    delta = rewards + gamma * next_values - values
+    keep = gamma * gae_lambda * (1.0 - dones)
+    lastgaelam = np.zeros_like(values[0])
+    for t in range(len(rewards) - 1, -1, -1):
+        advantages[t] = lastgaelam = delta[t] + keep[t] * lastgaelam
+    return advantages
+
+
+def minibatch_places(
+    generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, here: slice
+) -> torch.Tensor:
+    """Shuffled places in a flattened (num_steps, local_num_envs) batch: (num_epochs, num_minibatches, local minibatch).
+
+    The time indices of each environment are permuted by the shared generator and cut, so that a global minibatch
+    holds as many steps of every environment, and the same ones at any world size.
+    """
+    order = torch.rand(num_epochs, num_envs, num_steps, generator=generator)[:, here].argsort(stable=True)
+    local_num_envs = order.shape[1]
+    places = order * local_num_envs + torch.arange(local_num_envs)[:, None]
+    places = places.view(num_epochs, local_num_envs, num_minibatches, -1).transpose(1, 2)
+    return places.reshape(num_epochs, num_minibatches, -1)
+
+
+def normalize_advantages(advantages: torch.Tensor, world: World) -> torch.Tensor:
+    """Rows (m, local size) -> zero mean and unit variance (N - 1) of each row over all ranks."""
+    wide = advantages.double()
+    sums = torch.stack([wide.sum(-1), (wide**2).sum(-1)])
+    first, second = world.gather(sums).sum(0).reshape(2, -1, 1)  # collective
+    count = advantages.shape[-1] * world.world_size
+    std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
+    mean, std = (torch.from_numpy(x).to(advantages) for x in (first / count, std))
+    return (advantages - mean) / (std + 1e-8)
+
+
+def update_stats(stats: list[tuple[torch.Tensor, ...]], clip_coef: float) -> np.ndarray:
+    """What `PPOLoss` returned for k minibatches -> sums over them of the numbers named in `STATS`, in float64."""
+    *losses, logratio = (torch.stack(parts).double() for parts in zip(*stats, strict=True))  # (k,), ..., (k, B)
+    ratio = logratio.exp()
+    approx_kl = ratio - 1 - logratio  # http://joschu.net/blog/kl-approx.html
+    clipped = ((ratio - 1).abs() > clip_coef).double()
+    means = [*losses, -logratio.mean(-1), approx_kl.mean(-1), clipped.mean(-1)]
+    return torch.stack(means).sum(-1).cpu().numpy()
+
+
+STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+AUX_STATS = ("aux/aux_value_loss", "aux/kl_loss", "aux/value_loss")
+COLUMNS = (
+    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
+    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
+    *(f"losses/{name}" for name in STATS),
+    *("losses/explained_variance", "losses/epochs"),
+    *(f"losses/{name}" for name in AUX_STATS),
+    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/aux", "time/eval"),
+)
+
+
+def main(args: Args) -> None:
+    """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
+    world = World(args.cuda)
+    require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
+    with ExitStack() as stack:
+        here = world.here(args.num_envs)
+        atari = is_native_atari(args.env_id)
+        envs = make_envs(args.env_id, here.stop - here.start, args.vectorization, world.cores, args.life_loss)
+        stack.enter_context(closing(envs))
+        if not isinstance(envs.single_action_space, gym.spaces.Discrete | gym.spaces.Box):
+            raise BadInput(f"--env-id {args.env_id}: action space {envs.single_action_space} is not Discrete or Box.")
+        image = len(envs.single_observation_space.shape) == 3
+        if image and args.norm_obs:
+            raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
+        episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
+        if args.eval_every and episodes_here:
+            eval_envs = make_envs(args.env_id, episodes_here, args.vectorization, world.cores)
+            stack.enter_context(closing(eval_envs))
+        script = os.path.splitext(os.path.basename(__file__))[0]
+        logger = stack.enter_context(Logger(args, script, COLUMNS, world))
+        torch.set_num_threads(args.num_threads or (world.cores if image else 1))
+        with world.process_group(args.timeout):
+            train(args, world, envs, eval_envs, atari, logger)
+
+
+def train(
+    args: Args,
+    world: World,
+    envs: gym.vector.VectorEnv,
+    eval_envs: gym.vector.VectorEnv | None,
+    atari: bool,
+    logger: Logger,
+) -> None:
+    """The training loop, inside the process group; leaving it drops the DDP modules."""
+    device = world.device
+    here = world.here(args.num_envs)
+    local_num_envs = here.stop - here.start
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    logger.note(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
+
+    # the same networks and the same generator on all ranks
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    agent = Agent(obs_space, action_space, channels_first=atari).to(device)
+    parameters = list(agent.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    loss_fn = PPOLoss(agent, args)
+    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(
+        device
+    )  # last: draws after PPO's networks
+    aux_parameters = [*parameters, *aux_critic.parameters()]
+    aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
+    aux_loss_fn = AuxLoss(agent, aux_critic, args)
+    if args.compile:
+        loss_fn.compile()
+        aux_loss_fn.compile()
+    # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent.
+    # Two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
+    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else loss_fn
+    ddp_aux_loss = DDP(aux_loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else aux_loss_fn
+    obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
+
+    # storage of one iteration; numpy arrays and torch tensors share memory
+    shape = (args.num_steps, local_num_envs)
+    action_shape = () if agent.discrete else (math.prod(action_space.shape),)
+    np_dtype = torch.empty(0).numpy().dtype
+    obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
+    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
+    features = torch.zeros((*shape, agent.trunk.num_features), device=device)
+    rewards = np.zeros(shape)
+    terminations, truncations = np.zeros(shape, bool), np.zeros(shape, bool)
+    aux_obs = np.zeros((args.n_pi if args.aux_epochs else 0, *obs.shape), obs.dtype)  # of one policy phase
+    aux_returns = np.zeros((args.n_pi, *shape), np_dtype)
+
+    def network_input(raw: np.ndarray) -> torch.Tensor:
+        """Observations as the environment gives them -> what the networks read."""
+        return torch.from_numpy(obs_moments.normalize(raw) if args.norm_obs else raw).to(device)
+
+    def env_actions(sampled: np.ndarray) -> np.ndarray:
+        """Sampled actions -> what `step` takes: shifted to the space's start, or cast and clipped to its bounds."""
+        if agent.discrete:
+            return sampled + action_space.start
+        cast = sampled.reshape(-1, *action_space.shape).astype(action_space.dtype)
+        return cast.clip(action_space.low, action_space.high)
+
+    def act(raw: np.ndarray) -> np.ndarray:
+        """Greedy actions for evaluation."""
+        with torch.inference_mode():
+            return env_actions(agent.mode(agent.policy(agent.trunk(network_input(raw))).cpu().numpy()))
+
+    next_obs = reset(envs, environment_seeds(args.seed, TRAINING, range(here.start, here.stop)))
+    statistics = EpisodeStatistics(local_num_envs)
+    return_carry = np.zeros(local_num_envs)
+    start_time = time.perf_counter()
+
+    for iteration in range(1, num_iterations + 1):
+        global_step = iteration * batch_size
+        fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+        optimizer.param_groups[0]["lr"] = fraction * args.learning_rate
+        aux_optimizer.param_groups[0]["lr"] = fraction * args.aux_learning_rate
+
+        # rollout: all environments' noise is drawn on every rank, each takes its own
+        rollout_start = time.perf_counter()
+        draw = torch.rand if agent.discrete else torch.randn
+        noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, here].numpy()
+        truncated_places, final_obs = [], []
+        with torch.inference_mode():
+            for step in range(args.num_steps):
+                obs[step] = next_obs
+                features[step] = agent.trunk(network_input(obs[step]))
+                actions[step] = agent.sample(agent.policy(features[step]).cpu().numpy(), noise[step])
+                next_obs, reward, termination, truncation, infos = envs.step(env_actions(actions[step]))
+                rewards[step], terminations[step], truncations[step] = reward, termination, truncation
+                statistics.step(reward, termination | truncation, infos)
+                if truncation.any():
+                    for i in np.flatnonzero(truncation & ~termination):
+                        truncated_places.append((step, i))
+                        final_obs.append(infos["final_obs"][i].copy())
+
+        # values (bootstraps included) and log-probabilities of the whole rollout at once
+        dones = terminations | truncations
+        if args.norm_reward:
+            sums = return_moments.sums(discounted_returns(rewards, dones, args.gamma, return_carry))
+            return_moments.merge(world.gather(sums).sum(0))  # collective
+        b_obs = network_input(obs.reshape(-1, *obs_space.shape))
+        b_actions = torch.from_numpy(actions.reshape(-1, *action_shape)).to(device)
+        b_features = features.flatten(0, 1)
+        with torch.no_grad():
+            b_logprobs, _ = agent.log_prob_entropy(agent.policy(b_features), b_actions)
+            parts = zip(b_obs.chunk(args.num_minibatches), b_features.chunk(args.num_minibatches), strict=True)
+            b_values = torch.cat([agent.value(*part) for part in parts])
+            last_obs = network_input(np.stack([*next_obs, *final_obs]))
+            last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
+        values = b_values.cpu().numpy().reshape(shape)
+        next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
+        next_values[terminations] = 0.0
+        for place, value in zip(truncated_places, last_values[local_num_envs:], strict=True):
+            next_values[place] = value
+        if args.norm_reward:
+            rewards_in = (rewards / return_moments.std).clip(-10, 10).astype(np_dtype)
+        else:
+            rewards_in = (np.sign(rewards) if atari else rewards).astype(np_dtype)
+        advantages = compute_gae(rewards_in, values, next_values, dones.astype(np_dtype), args.gamma, args.gae_lambda)
+        b_advantages = torch.from_numpy(advantages.ravel()).to(device)
+        b_returns = b_advantages + b_values
+        update_start = time.perf_counter()
+
+        # update
+        places = minibatch_places(
+            generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, here
+        ).to(device)
+        if args.norm_adv == "batch":
+            b_advantages = normalize_advantages(b_advantages[None], world)[0]  # collective
+        mb_advantages = b_advantages[places]
+        if args.norm_adv == "minibatch":
+            mb_advantages = normalize_advantages(mb_advantages.flatten(0, 1), world).view_as(
+                mb_advantages
+            )  # collective
+        stats = []
+        for epoch in range(args.update_epochs):
+            batch = (b_obs, b_actions, b_logprobs, b_returns, b_values)
+            minibatches = zip(*(x[places[epoch]] for x in batch), mb_advantages[epoch], strict=True)
+            for mb_obs, mb_actions, mb_logprobs, mb_returns, mb_values, mb_advantage in minibatches:
+                loss, parts = ddp_loss(mb_obs, mb_actions, mb_logprobs, mb_advantage, mb_returns, mb_values)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # collective
+                nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                optimizer.step()
+                stats.append(parts)
+            if args.target_kl is not None:
+                approx_kl = update_stats(stats[-args.num_minibatches :], args.clip_coef)[STATS.index("approx_kl")]
+                if world.gather([approx_kl]).mean() > args.target_kl * args.num_minibatches:  # collective
+                    break
+        if args.norm_obs:
+            obs_moments.merge(world.gather(obs_moments.sums(obs)).sum(0))  # collective; last, so that ratios start at 1
+
+        stats_sum = update_stats(stats, args.clip_coef)
+        update_end = time.perf_counter()
+
+        # auxiliary phase
+        aux_stats = []
+        if args.aux_epochs:
+            aux_obs[(iteration - 1) % args.n_pi] = obs
+            aux_returns[(iteration - 1) % args.n_pi] = b_returns.cpu().numpy().reshape(shape)
+        if args.aux_epochs and iteration % args.n_pi == 0:
+            flat_obs = aux_obs.reshape(-1, *obs_space.shape)  # (n_pi * num_steps * local_num_envs, ...)
+            flat_returns = torch.from_numpy(aux_returns.ravel()).to(device)
+            with torch.no_grad():  # the old policy of the whole store, before the first auxiliary update
+                parts = np.array_split(flat_obs, args.num_aux_minibatches)
+                old_pi = torch.cat([agent.policy(agent.trunk(network_input(part))) for part in parts])
+            places = minibatch_places(
+                generator, args.aux_epochs, args.num_aux_minibatches, args.n_pi * args.num_steps, args.num_envs, here
+            )
+            for epoch_places in places:
+                for mb in epoch_places:
+                    mb_obs, mb_on_device = network_input(flat_obs[mb]), mb.to(device)
+                    loss, parts = ddp_aux_loss(mb_obs, flat_returns[mb_on_device], old_pi[mb_on_device])
+                    aux_optimizer.zero_grad(set_to_none=True)
+                    loss.backward()  # collective
+                    nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
+                    aux_optimizer.step()
+                    aux_stats.append(parts)
+                world.gather([])  # collective; a boundary
+                if world.stop:
+                    break
+        aux_stats_sum = torch.tensor(aux_stats or [[0.0] * len(AUX_STATS)], dtype=torch.float64).sum(0).numpy()
+        aux_end = time.perf_counter()
+
+        # metrics: sums and counts of all ranks, divided once
+        residuals = advantages.astype(np.float64)  # returns - values
+        targets = values + residuals
+        sums = statistics.pop() | dict(zip(STATS, stats_sum, strict=True)) | {"updates": len(stats)}
+        sums |= {"residual": residuals.sum(), "residual^2": (residuals**2).sum()}
+        sums |= {"target": targets.sum(), "target^2": (targets**2).sum()}
+        times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
+        sums |= dict(zip(AUX_STATS, aux_stats_sum, strict=True)) | {"aux_updates": len(aux_stats)}
+        times["time/aux"] = aux_end - update_end
+        total = world.reduce(sums, maxima=times)  # collective
+        wall = time.perf_counter() - start_time
+        row = {"global_step": global_step, "charts/learning_rate": fraction * args.learning_rate}
+        row["charts/episodes"] = int(total["episodes"])
+        if total["episodes"]:
+            row["charts/episodic_return"] = total["return"] / total["episodes"]
+            row["charts/episodic_length"] = total["length"] / total["episodes"]
+        row |= {f"losses/{name}": total[name] / total["updates"] for name in STATS}
+        if total["aux_updates"]:
+            row |= {f"losses/{name}": total[name] / total["aux_updates"] for name in AUX_STATS}
+        target_variance = total["target^2"] - total["target"] ** 2 / batch_size
+        if target_variance > 0:
+            residual_variance = total["residual^2"] - total["residual"] ** 2 / batch_size
+            row["losses/explained_variance"] = 1 - residual_variance / target_variance
+        row |= {"losses/epochs": epoch + 1, "time/wall": wall, "time/SPS": global_step / wall}
+        row |= {name: total[name] for name in times}
+        logger.log(row)
+        if not all(math.isfinite(total[name]) for name in STATS):
+            raise FloatingPointError(f"step {global_step}: a loss is not finite; try a lower --learning-rate.")
+
+        # what happens at multiples of a period
+        before = global_step - batch_size
+        if crossed(args.check_sync_every, before, global_step):
+            world.check_equal(
+                global_step,
+                agent=agent,
+                optimizer=optimizer,
+                aux_critic=aux_critic,
+                aux_optimizer=aux_optimizer,
+                generator=generator,
+                obs_moments=obs_moments,
+                return_moments=return_moments,
+            )  # collective
+        if world.stop:
+            break
+        if args.eval_every and (crossed(args.eval_every, before, global_step) or iteration == num_iterations):
+            eval_start = time.perf_counter()
+            eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
+            row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
+            logger.log(
+                row | {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
+            )
+            if world.stop or (args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return):
+                break
+
+    if args.save_model:
+        moments = {"obs_moments": obs_moments.state_dict(), "return_moments": return_moments.state_dict()}
+        logger.save(
+            {
+                "agent": agent.state_dict(),
+                "aux_critic": aux_critic.state_dict(),
+                "args": asdict(args),
+                "global_step": global_step,
+            }
+            | moments
+        )
+
+
+if __name__ == "__main__":
+    launch(lambda: main(tyro.cli(Args, console_outputs=World().rank == 0)))
