@@ -296,6 +296,25 @@ def compute_gae(
     return advantages
 
 
+def values_after_steps(
+    values: np.ndarray,
+    next_value: np.ndarray,
+    terminations: np.ndarray,
+    truncated: list[tuple[int, int]],
+    final_values: np.ndarray,
+) -> np.ndarray:
+    """What follows each step is worth, (T, n): the next value, 0 after a termination, V of a truncation's last obs.
+
+    `values` (T, n), `next_value` (n,) after the last step, `terminations` (T, n); `truncated` lists the (step,
+    environment) pairs whose last observations have `final_values`.
+    """
+    next_values = np.concatenate([values[1:], next_value[None]])
+    next_values[terminations] = 0.0
+    for place, value in zip(truncated, final_values, strict=True):
+        next_values[place] = value
+    return next_values
+
+
 def minibatch_places(
     generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, here: slice
 ) -> torch.Tensor:
@@ -437,7 +456,7 @@ def train(
         rollout_start = time.perf_counter()
         draw = torch.rand if agent.discrete else torch.randn
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, here].numpy()
-        truncated_places, final_obs = [], []
+        truncated, final_obs = [], []
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
@@ -448,7 +467,7 @@ def train(
                 statistics.step(reward, termination | truncation, infos)
                 if truncation.any():
                     for i in np.flatnonzero(truncation & ~termination):
-                        truncated_places.append((step, i))
+                        truncated.append((step, i))
                         final_obs.append(infos["final_obs"][i].copy())
 
         # values (bootstraps included) and log-probabilities of the whole rollout at once
@@ -466,10 +485,8 @@ def train(
             last_obs = network_input(np.stack([*next_obs, *final_obs]))
             last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
         values = b_values.cpu().numpy().reshape(shape)
-        next_values = np.concatenate([values[1:], last_values[None, :local_num_envs]])
-        next_values[terminations] = 0.0
-        for place, value in zip(truncated_places, last_values[local_num_envs:], strict=True):
-            next_values[place] = value
+        next_value, final_values = np.split(last_values, [local_num_envs])
+        next_values = values_after_steps(values, next_value, terminations, truncated, final_values)
         if args.norm_reward:
             rewards_in = (rewards / return_moments.std).clip(-10, 10).astype(np_dtype)
         else:

@@ -1,0 +1,105 @@
+"""Environments of the tests' own, made by `tests.envs:NAME`, as a user's are."""
+
+import os
+import time
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.envs.classic_control import CartPoleEnv
+
+
+class NotedCartPole(CartPoleEnv):
+    """Notes in the folder LOCKSTEP_NOTES, if set, which rank stepped the environment of which seed, and how often."""
+
+    steps, first_seed = 0, None
+
+    def reset(self, *, seed=None, options=None):
+        self.first_seed = self.first_seed if seed is None else seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.steps += 1
+        return super().step(action)
+
+    def close(self):
+        if self.steps and "LOCKSTEP_NOTES" in os.environ:
+            name = f"{os.environ.get('RANK', 0)}-{os.getpid()}-{id(self)}"
+            with open(os.path.join(os.environ["LOCKSTEP_NOTES"], name), "w") as file:
+                file.write(f"{os.environ.get('RANK', 0)} {self.first_seed} {self.steps}")
+        self.steps = 0
+        super().close()
+
+
+class SlowCartPole(CartPoleEnv):
+    """Takes LOCKSTEP_SLEEP seconds a step."""
+
+    def step(self, action):
+        time.sleep(float(os.environ.get("LOCKSTEP_SLEEP", 0.01)))
+        return super().step(action)
+
+
+class Odd(gym.Env):
+    """Spaces that no script supports."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+class Shifted(CartPoleEnv):
+    """CartPole whose actions are 5 and 6."""
+
+    def __init__(self):
+        super().__init__()
+        self.action_space = gym.spaces.Discrete(2, start=5)
+
+    def step(self, action):
+        return super().step(action - 5)
+
+
+class Dots(gym.Env):
+    """A 10 x 10 x 2 boolean image or an 84 x 84 x 3 one of bytes; acting on the dot's side gives 1; 20 steps long."""
+
+    def __init__(self, large=False):
+        shape, self.large = ((84, 84, 3) if large else (10, 10, 2)), large
+        self.observation_space = gym.spaces.Box(0, 255 if large else 1, shape, np.uint8 if large else np.bool_)
+        self.action_space = gym.spaces.Discrete(2)
+
+    def draw(self):
+        self.side, obs = int(self.np_random.integers(2)), np.zeros_like(self.observation_space.low)
+        half = obs.shape[1] // 2
+        obs[:, half * self.side : half * (self.side + 1)] = 255 if self.large else 1
+        return obs
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self.draw(), {}
+
+    def step(self, action):
+        reward, self.time = float(action == self.side), self.time + 1
+        return self.draw(), reward, False, self.time == 20, {}
+
+
+vector = gym.spaces.Box(-1, 1, (3,), np.float32)
+choice = gym.spaces.Discrete(2)
+gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
+gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
+gym.register("Shifted-v0", Shifted, max_episode_steps=500)
+gym.register("Dots-v0", Dots)
+gym.register("LargeDots-v0", Dots, kwargs={"large": True})
+for name, spaces in {
+    "DiscreteObs": (choice, choice),
+    "DictObs": (gym.spaces.Dict(x=vector), choice),
+    "TupleObs": (gym.spaces.Tuple([vector]), choice),
+    "MatrixObs": (gym.spaces.Box(-1, 1, (3, 3), np.float32), choice),
+    "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
+    "IntBox": (vector, gym.spaces.Box(0, 5, (2,), np.int64)),
+}.items():
+    gym.register(f"{name}-v0", Odd, kwargs={"observation_space": spaces[0], "action_space": spaces[1]})

@@ -1,0 +1,58 @@
+"""Runs a script in float64 and, if asked, with a fault on one rank: `python launcher.py SCRIPT ...`.
+
+Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@GATHER: at that rank's so-manieth gather).
+"""
+
+import importlib
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from common import distributed
+
+
+def perturb(module, rank: int, after: int, kind: str) -> None:
+    """Arrange for `kind` to happen on `rank` when it has gathered `after` times."""
+    here = int(os.environ.get("RANK", 0)) == rank
+    gather, count = distributed.World.gather, 0
+
+    def faulty_gather(self, values):
+        nonlocal count
+        count += 1
+        if here and count == after:
+            if kind == "raise":
+                raise ZeroDivisionError("a fault on purpose")
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "hang":
+                time.sleep(1000)
+            if kind == "parameter":
+                with torch.no_grad():
+                    agents[0].actor.bias[1] += 1e-7
+        return gather(self, values)
+
+    distributed.World.gather = faulty_gather
+    agents = []
+    if kind == "parameter":
+        init = module.Agent.__init__
+
+        def keep(self, *args, **kwargs):
+            init(self, *args, **kwargs)
+            agents.append(self)
+
+        module.Agent.__init__ = keep
+    if kind == "bare":  # the loss computed outside the wrapper
+        module.DDP = lambda loss, **_: loss
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
+    script = importlib.import_module(sys.argv[1].removesuffix(".py"))
+    sys.argv = sys.argv[1:]
+    if "LOCKSTEP_FAULT" in os.environ:
+        kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
+        perturb(script, int(rank), int(after), kind)
+    distributed.launch(lambda: script.main(script.tyro.cli(script.Args, console_outputs=distributed.World().rank == 0)))

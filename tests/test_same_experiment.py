@@ -1,0 +1,106 @@
+"""C1 and C2: the number of processes changes the wall clock and nothing else; and the work is really divided."""
+
+import json
+import os
+
+import pytest
+
+from common.environments import EVALUATION, TRAINING, environment_seeds
+from runs import assert_close, flat, run
+
+SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model --check-sync-every 2000"
+FIFTY = f"{SIZES} --total-timesteps {50 * 12 * 16} --eval-every 3000 --eval-episodes 5"
+CARTPOLE = f"--env-id tests.envs:ShortCartPole-v0 --learning-rate 2e-3 --target-kl 0.003 {FIFTY}"
+PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.01 --learning-rate 1e-3 {FIFTY}"
+PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
+
+
+@pytest.mark.parametrize(
+    "script, flags, sizes",
+    [
+        ("ppo_ddp.py", CARTPOLE, (2, 3, 4)),
+        ("ppo_ddp.py", PENDULUM, (2, 4)),
+        ("ppg_ddp.py", f"{CARTPOLE} {PHASES}", (2, 4)),
+        ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch", (2, 3, 4)),
+    ],
+)
+def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, sizes, tmp_path):
+    """C1 in float64: 50 iterations, stops by --target-kl, truncations, normalisation, evaluation; 1e-9 relative."""
+    alone = run(script, 1, flags, tmp_path / "1")
+    assert len(alone.column("losses/policy_loss")) == 50 and len(alone.column("eval/episodic_return")) == 4
+    epochs = alone.column("losses/epochs")
+    assert min(epochs) < max(epochs), "no early stop happened, or nothing else"
+    lengths = alone.column("charts/episodic_length")
+    truncated_at = 30.0 if "CartPole" in flags else 200.0
+    assert max(lengths) == truncated_at, "no iteration had only truncated episodes"
+    if script == "ppg_ddp.py":
+        assert len(alone.column("losses/aux/kl_loss")) == 6
+    for size in sizes:
+        assert_close(alone, run(script, size, flags, tmp_path / str(size)))
+
+
+def test_float32_agrees_over_the_first_updates(tmp_path):
+    """C1 in float32: within 1e-3 over five iterations of 12 minibatches."""
+    flags = f"{SIZES} --total-timesteps {5 * 12 * 16} --eval-every 0"
+    one, two = (run("ppo_ddp.py", size, flags, tmp_path / str(size), dtype="float32") for size in (1, 2))
+    assert_close(one, two, relative=1e-3, absolute=1e-5, rows=5)
+
+
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py"])
+def test_the_same_command_gives_the_same_bytes(script, tmp_path):
+    """C2: at world size 2 and in float32, metrics and parameters of two runs are identical."""
+    flags = f"{SIZES} --total-timesteps {10 * 12 * 16} --eval-every 1000"
+    flags += f" {PHASES} --n-pi 4" if script == "ppg_ddp.py" else ""
+    a, b = (run(script, 2, flags, tmp_path / name, dtype="float32") for name in "ab")
+    assert a.rows == b.rows
+    tensors_b = dict(flat(b.model))
+    assert all(x.equal(tensors_b[name]) for name, x in flat(a.model))
+
+
+def test_environments_are_divided(tmp_path):
+    """Each environment, known by its seed, is stepped on exactly one rank, in that rank's block."""
+    for size in (1, 2, 4):
+        notes = tmp_path / f"notes{size}"
+        notes.mkdir()
+        flags = f"--env-id tests.envs:ShortCartPole-v0 {SIZES} --total-timesteps 576 --eval-every 500 --eval-episodes 5"
+        run("ppo_ddp.py", size, flags, tmp_path / str(size), LOCKSTEP_NOTES=str(notes))
+        lines = [tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)]
+        training = {int(s): i for i, s in enumerate(environment_seeds(1, TRAINING, range(12)))}
+        evaluation = {int(s): e for e, s in enumerate(environment_seeds(1, EVALUATION, range(5)))}
+        seeds = [seed for _, seed, _ in lines]
+        assert sorted(seeds) == sorted([*training, *evaluation]), "an environment is missing, or is on two ranks"
+        for rank, seed, steps in lines:
+            if seed in training:
+                assert rank == training[seed] // (12 // size) and steps == 3 * 16
+            else:
+                assert rank == evaluation[seed] % size
+
+
+def test_minibatches_are_divided(tmp_path, monkeypatch):
+    """Minibatch k of one process is, row by row, the disjoint union of the ranks' minibatches k."""
+    import subprocess
+    import sys
+
+    from runs import ROOT
+
+    program = tmp_path / "record.py"
+    program.write_text(
+        "import json, os, sys, ppo_ddp\n"
+        "batches, forward = [], ppo_ddp.PPOLoss.forward\n"
+        "def record(self, obs, *rest):\n"
+        "    batches.append(sorted(map(tuple, obs.tolist())))\n"
+        "    return forward(self, obs, *rest)\n"
+        "ppo_ddp.PPOLoss.forward = record\n"
+        "ppo_ddp.main(ppo_ddp.Args(num_envs=4, num_steps=8, total_timesteps=32, eval_every=0, run_dir=sys.argv[1]))\n"
+        "json.dump(batches, open(sys.argv[1] + os.environ.get('RANK', '0') + '.json', 'w'))\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for prefix, name in (([sys.executable], "one"), (launch, "two")):
+        subprocess.run([*prefix, str(program), str(tmp_path / name)], env=env, check=True, capture_output=True)
+    whole, *parts = (json.load(open(tmp_path / f"{name}.json")) for name in ("one0", "two0", "two1"))
+    assert len(whole) == 16 and all(len(batch) == 8 for batch in whole)
+    for batch, part0, part1 in zip(whole, *parts, strict=True):
+        assert len(part0) == len(part1) == 4
+        assert sorted([*part0, *part1]) == batch
+        assert len(set(map(tuple, batch))) == 8
