@@ -11,14 +11,15 @@ To use it in a project of your own, copy this file and
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
 policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
 `ppo_ddp.py`, bit for bit on vector observations.
+Keep rewards normalised: where returns are large, the value losses drown the KL term, and the policy is lost.
 
 Differences from the reference (OpenAI's phasic-policy-gradient), beside those listed in `ppo_ddp.py`:
 1. Policy and value losses share their epochs (E_pi = E_V = `--update-epochs`), minibatches, and one Adam.
 2. Gradient norms are clipped in both phases (`--max-grad-norm inf`: not); `--anneal-lr` lowers both learning rates.
 3. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
 4. The auxiliary phase has an Adam of its own over all networks, which keeps its state from phase to phase, as there.
-5. Phases are short by default, for small problems; the paper's are --n-pi 32 over 64 x 256 steps, --update-epochs 1,
-   --num-minibatches 8, --aux-epochs 6, --learning-rate 5e-4, --gamma 0.999, --norm-adv batch.
+5. Phases and batches are small by default, for small problems; the paper's, for Procgen: 64 environments per process,
+   --num-steps 256 --num-minibatches 8 --n-pi 32 --gamma 0.999.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Args:
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
     """normalise vector observations by running moments over all ranks"""
-    norm_reward: bool = False
+    norm_reward: bool = True
     """divide rewards by the running standard deviation of discounted returns over all ranks"""
 
     # algorithm
@@ -98,13 +99,13 @@ class Args:
     """steps of each environment per iteration"""
     num_minibatches: int = 4
     """minibatches per epoch, each with as many steps of every environment"""
-    update_epochs: int = 4
+    update_epochs: int = 1
     """epochs over an iteration's batch"""
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 5e-4
     """Adam's learning rate"""
     anneal_lr: bool = True
     """lower the learning rate linearly to 0 over the run"""
-    adam_eps: float = 1e-5
+    adam_eps: float = 1e-8
     """Adam's epsilon"""
     gamma: float = 0.99
     """discount"""
@@ -112,9 +113,9 @@ class Args:
     """lambda of generalised advantage estimation"""
     clip_coef: float = 0.2
     """clipping of the probability ratio, and of the value's move with --clip-vloss"""
-    clip_vloss: bool = True
+    clip_vloss: bool = False
     """clip the value loss"""
-    norm_adv: Literal["minibatch", "batch", "none"] = "minibatch"
+    norm_adv: Literal["minibatch", "batch", "none"] = "batch"
     """what advantages are normalised over, always on all ranks"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""

@@ -11,7 +11,7 @@ from runs import assert_close, flat, run
 SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model --check-sync-every 2000"
 FIFTY = f"{SIZES} --total-timesteps {50 * 12 * 16} --eval-every 3000 --eval-episodes 5"
 CARTPOLE = f"--env-id tests.envs:ShortCartPole-v0 --learning-rate 2e-3 --target-kl 0.003 {FIFTY}"
-PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.01 --learning-rate 1e-3 {FIFTY}"
+PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.0015 --learning-rate 1e-3 {FIFTY}"
 PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
 
 
