@@ -368,16 +368,15 @@ def main(args: Args) -> None:
     with ExitStack() as stack:
         here = world.here(args.num_envs)
         atari = is_native_atari(args.env_id)
-        envs = make_envs(args.env_id, here.stop - here.start, args.vectorization, world.cores, args.life_loss)
+        local_num_envs, spaces = here.stop - here.start, (gym.spaces.Discrete, gym.spaces.Box)
+        envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, world.cores, args.life_loss)
         stack.enter_context(closing(envs))
-        if not isinstance(envs.single_action_space, gym.spaces.Discrete | gym.spaces.Box):
-            raise BadInput(f"--env-id {args.env_id}: action space {envs.single_action_space} is not Discrete or Box.")
         image = len(envs.single_observation_space.shape) == 3
         if image and args.norm_obs:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
         episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
         if args.eval_every and episodes_here:
-            eval_envs = make_envs(args.env_id, episodes_here, args.vectorization, world.cores)
+            eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization, world.cores)
             stack.enter_context(closing(eval_envs))
         script = os.path.splitext(os.path.basename(__file__))[0]
         logger = stack.enter_context(Logger(args, script, COLUMNS, world))
@@ -582,4 +581,4 @@ def train(
 
 
 if __name__ == "__main__":
-    launch(lambda: main(tyro.cli(Args, console_outputs=World().rank == 0)))
+    launch(main, lambda: tyro.cli(Args))

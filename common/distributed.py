@@ -20,7 +20,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
 
 import numpy as np
 import torch
@@ -215,11 +216,20 @@ def end_now(code: int) -> None:
     os._exit(code)
 
 
-def launch(main: Callable[[], None]) -> None:
-    """Run a script's `main` and end with its exit code: 0 done, 2 bad input, 1 a fault, 128 + signal."""
+def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
+    """Run `main(parse())` and end with its exit code: 0 done, 2 bad input, 1 a fault, 128 + signal.
+
+    Parsing speaks on rank 0 alone; a traceback comes from the rank that failed.
+    """
     rank = int(os.environ.get("RANK", 0))
     try:
-        main()
+        with ExitStack() as stack:
+            if rank != 0:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect_stdout(nowhere))
+                stack.enter_context(redirect_stderr(nowhere))
+            args = parse()
+        main(args)
         return
     except (BadInput, Desync) as error:  # raised alike by all ranks: one of them says it
         code, agreed = 2 if isinstance(error, BadInput) else 1, True

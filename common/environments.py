@@ -29,12 +29,18 @@ def is_native_atari(env_id: str) -> bool:
 
 
 def make_envs(
-    env_id: str, num_envs: int, vectorization: str = "sync", num_threads: int = 1, life_loss: bool = False
+    env_id: str,
+    num_envs: int,
+    action_spaces: tuple[type[gym.Space], ...],
+    vectorization: str = "sync",
+    num_threads: int = 1,
+    life_loss: bool = False,
 ) -> VectorEnv:
     """`num_envs` environments that reset in the step that ends an episode (`AutoresetMode.SAME_STEP`).
 
-    `num_threads` and `life_loss` (a lost life terminates, the game goes on) concern Atari alone.
-    Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no script can use.
+    `action_spaces`: what the script can act in. `num_threads` and `life_loss` (a lost life terminates, the game goes
+    on) concern Atari alone. Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no
+    script can use.
     """
     same_step = AutoresetMode.SAME_STEP
     try:
@@ -68,10 +74,17 @@ def make_envs(
     except (gym.error.Error, ImportError) as error:
         raise BadInput(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
     assert envs.metadata["autoreset_mode"] == same_step
-    space = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3):
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    fault = None
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
+        fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
+    elif not isinstance(action_space, action_spaces):
+        fault = f"action space {action_space} is not {' or '.join(space.__name__ for space in action_spaces)}"
+    elif isinstance(action_space, gym.spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
+        fault = f"action space {action_space} is a Box of integers; only a Box of floats is supported"
+    if fault:
         envs.close()
-        raise BadInput(f"--env-id {env_id}: observation space {space} is not a vector (1-D Box) or an image (3-D Box).")
+        raise BadInput(f"--env-id {env_id}: {' '.join(fault.split())}.")
     return envs
 
 

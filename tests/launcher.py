@@ -55,4 +55,4 @@ if __name__ == "__main__":
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)
-    distributed.launch(lambda: script.main(script.tyro.cli(script.Args, console_outputs=distributed.World().rank == 0)))
+    distributed.launch(script.main, lambda: script.tyro.cli(script.Args))

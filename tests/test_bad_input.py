@@ -1,0 +1,133 @@
+"""C6: bad input gets one message that names the flag, exit code 2, and nothing is started."""
+
+import math
+import re
+
+import pytest
+
+import ppg_ddp
+import ppo_ddp
+from common.arguments import BadInput, crossed, require_divisible
+from runs import ROOT, finish, start
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize("script", [ppo_ddp, ppg_ddp])
+@pytest.mark.parametrize(
+    "field, value",
+    [(name, 0) for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "total_timesteps")]
+    + [(name, -1) for name in ("seed", "num_threads", "eval_every", "check_sync_every", "ent_coef", "vf_coef")]
+    + [(name, 0.0) for name in ("learning_rate", "adam_eps", "clip_coef", "timeout", "max_grad_norm", "target_kl")]
+    + [(name, NAN) for name in ("learning_rate", "gamma", "gae_lambda", "clip_coef", "ent_coef", "vf_coef", "timeout")]
+    + [(name, NAN) for name in ("max_grad_norm", "target_kl", "stop_at_return", "adam_eps")]
+    + [("gamma", 1.1), ("gae_lambda", -0.1), ("learning_rate", math.inf), ("eval_episodes", 0)]
+    + [("num_minibatches", 3), ("total_timesteps", 511)],
+)
+def test_a_value_that_cannot_work_is_refused_by_its_flag(script, field, value):
+    flag = "--num-steps" if (field, value) == ("num_minibatches", 3) else "--" + field.replace("_", "-")
+    with pytest.raises(BadInput, match=re.escape(flag)):
+        script.Args(**{field: value})
+
+
+def test_ppg_refuses_a_run_without_an_auxiliary_phase():
+    with pytest.raises(BadInput, match=r"--total-timesteps 8191.*8192"):
+        ppg_ddp.Args(total_timesteps=8191)
+    ppg_ddp.Args(total_timesteps=8192)
+    ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)
+    with pytest.raises(BadInput, match="--num-aux-minibatches 3"):
+        ppg_ddp.Args(num_aux_minibatches=3)
+    for field in ("aux_epochs", "n_pi", "num_aux_minibatches", "aux_learning_rate", "beta_clone"):
+        with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
+            ppg_ddp.Args(**{field: -1})
+
+
+def test_nearest_valid_values_are_named():
+    with pytest.raises(BadInput, match="8 or 12"):
+        require_divisible("--num-envs", 10, 4, "the number of processes")
+    with pytest.raises(BadInput, match="such as 4[.]"):
+        require_divisible("--num-envs", 2, 4, "the number of processes")
+
+
+def test_periods_happen_at_or_past_each_multiple():
+    steps = range(0, 1001, 64)
+    events = [b for a, b in zip(steps, steps[1:], strict=False) if crossed(250, a, b)]
+    assert events == [256, 512, 768] and not crossed(0, 0, 10)
+
+
+@pytest.mark.parametrize(
+    "flags, needed",
+    [
+        ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0"),
+        ("--env-id CartPole-v7", "--env-id CartPole-v7"),
+        ("--env-id nomodule:Env-v0", "--env-id nomodule:Env-v0"),
+        ("--env-id ALE/NoSuchGame-v5", "--env-id ALE/NoSuchGame-v5"),
+        ("--env-id tests.envs:DiscreteObs-v0", "observation space Discrete"),
+        ("--env-id tests.envs:DictObs-v0", "observation space Dict"),
+        ("--env-id tests.envs:TupleObs-v0", "observation space Tuple"),
+        ("--env-id tests.envs:MatrixObs-v0", "observation space Box"),
+        ("--env-id tests.envs:MultiDiscrete-v0", "action space MultiDiscrete"),
+        ("--env-id tests.envs:IntBox-v0", "action space Box"),
+        ("--env-id tests.envs:Dots-v0 --norm-obs", "--norm-obs"),
+    ],
+)
+def test_what_main_refuses(flags, needed, tmp_path, monkeypatch):
+    """Unknown environments and unsupported spaces: `BadInput` of one line, before a run directory exists."""
+    monkeypatch.chdir(tmp_path)
+    words = flags.split()
+    args = ppo_ddp.Args(env_id=words[1], norm_obs="--norm-obs" in words)
+    with pytest.raises(BadInput, match=re.escape(needed)) as caught:
+        ppo_ddp.main(args)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "minatar.gym", None)
+    monkeypatch.setitem(__import__("sys").modules, "minatar", None)
+    with pytest.raises(BadInput, match=r"--env-id MinAtar/Breakout-v1.*pip install minatar"):
+        ppo_ddp.main(ppo_ddp.Args(env_id="MinAtar/Breakout-v1", run_dir=str(tmp_path / "run")))
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(BadInput, match=r"--track.*pip install wandb"):
+        ppo_ddp.main(ppo_ddp.Args(track=True, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_occupied_or_unwritable_directory_is_refused(tmp_path):
+    small = {"total_timesteps": 512, "eval_every": 0}
+    ppo_ddp.main(ppo_ddp.Args(run_dir=str(tmp_path / "a"), **small))
+    before = (tmp_path / "a" / "metrics.csv").read_bytes()
+    with pytest.raises(BadInput, match="--run-dir.*holds a run already"):
+        ppo_ddp.main(ppo_ddp.Args(run_dir=str(tmp_path / "a"), **small))
+    assert (tmp_path / "a" / "metrics.csv").read_bytes() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="--run-dir.*cannot be written"):
+        ppo_ddp.main(ppo_ddp.Args(run_dir=str(tmp_path / "file" / "b"), **small))
+
+
+@pytest.mark.parametrize(
+    "flags, message, env",
+    [
+        ("--num-envs 5", "--num-envs 5: must be a multiple of the number of processes (2), such as 4 or 6.", {}),
+        ("--num-steps 10", "--num-steps 10: must be a multiple of --num-minibatches (4)", {}),
+        ("--no-such-flag 1", "--no-such-flag", {}),
+        ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0", {}),
+        ("--track", "--track: not logged in", {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "none"}),
+        ("--run-dir /proc/nowhere", "--run-dir /proc/nowhere: cannot be written", {}),
+    ],
+)
+def test_two_ranks_say_it_once(flags, message, env, tmp_path):
+    """Under torchrun the message appears exactly once, from rank 0, with no traceback of ours, and nothing is left."""
+    home = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path / "wandb-config")}
+    run = finish(start("ppo_ddp.py", 2, flags, cwd=tmp_path, **env, **home), tmp_path, timeout=60)
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run.err + run.out).split())
+    assert run.code == 1
+    assert said.count(message) == 1, run.err + run.out
+    assert f'File "{ROOT}/' not in said, "a traceback of ours"
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_plain_python_exits_with_2(tmp_path):
+    for flags, message in (("--gamma nan", "--gamma nan"), ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0")):
+        run = finish(start("ppg_ddp.py", 1, flags, cwd=tmp_path), tmp_path, timeout=60)
+        assert run.code == 2 and message in run.err + run.out and "Traceback" not in run.err
+    assert not list(tmp_path.iterdir())
