@@ -1,0 +1,204 @@
+"""The pieces against arithmetic written out by hand or an independent library."""
+
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
+
+import ppg_ddp
+import ppo_ddp
+from common.distributed import World
+from common.environments import EVALUATION, TRAINING, EpisodeStatistics, environment_seeds, make_envs, reset
+from common.normalization import RunningMoments, discounted_returns
+
+VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_gae_by_hand():
+    """gamma 0.5, lambda 0.5; environment 0 runs on, 1 terminates after its first step, 2 is truncated there (V = 8)."""
+    values = np.array([[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]])
+    terminations = np.array([[False, True, False], [False, False, False]])
+    next_values = ppo_ddp.values_after_steps(values, np.array([6.0, 6.0, 6.0]), terminations, [(0, 2)], np.array([8.0]))
+    assert next_values.tolist() == [[4.0, 0.0, 8.0], [6.0, 6.0, 6.0]]
+    dones = np.array([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    advantages = ppo_ddp.compute_gae(np.ones((2, 3)), values, next_values, dones, 0.5, 0.5)
+    # last row: 1 + 0.5 * 6 - 4 = 0; first row: 1 + 0.5 * 4 - 2 = 1 (+ 0.25 * 0), 1 - 2 = -1, 1 + 0.5 * 8 - 2 = 3
+    assert advantages.tolist() == [[1.0, -1.0, 3.0], [0.0, 0.0, 0.0]]
+    # with a later advantage that is not 0: rewards 3 in the last row give 2 there, and 0.25 * 2 more where no end cuts
+    rewards = np.array([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
+    advantages = ppo_ddp.compute_gae(rewards, values, next_values, dones, 0.5, 0.5)
+    assert advantages.tolist() == [[1.5, -1.0, 3.0], [2.0, 2.0, 2.0]]
+
+
+class FixedAgent(nn.Module):
+    """Gives chosen log-probabilities, entropies and values."""
+
+    def __init__(self, logprob, entropy, value):
+        super().__init__()
+        self.trunk, self.policy = (lambda obs: obs), (lambda features: features)
+        self.log_prob_entropy = lambda pi, actions: (torch.tensor(logprob), torch.tensor(entropy))
+        self.value = lambda obs, features: torch.tensor(value)
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
+def test_clipped_losses_by_hand(module, float64):
+    """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2; values 1 -> 2 or 1.1 with returns 3."""
+    agent = FixedAgent([math.log(r) for r in (2, 2, 0.5, 0.5)], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1])
+    zeros, ones, threes = torch.zeros(4), torch.ones(4), torch.full((4,), 3.0)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    for clip_vloss, v_loss in (
+        # value moves clipped to 1.2 and 1.1: squares max(1, 1.8^2) and 1.9^2
+        (True, 0.5 * (3.24 + 3.61) / 2),
+        (False, 0.5 * (1.0 + 3.61) / 2),
+    ):
+        args = SimpleNamespace(clip_coef=0.2, clip_vloss=clip_vloss, ent_coef=0.1, vf_coef=0.5)
+        loss, parts = module.PPOLoss(agent, args)(zeros, zeros, zeros, advantages, threes, ones)
+        pg_loss = -(1.2 - 2.0 + 0.5 - 0.8) / 4  # min(2, 1.2), min(-2, -1.2), min(0.5, 0.8), min(-0.5, -0.8)
+        assert parts[0].item() == pytest.approx(pg_loss, rel=1e-12)
+        assert parts[1].item() == pytest.approx(v_loss, rel=1e-12)
+        assert parts[2].item() == pytest.approx(0.6, rel=1e-12)
+        assert loss.item() == pytest.approx(pg_loss - 0.1 * 0.6 + 0.5 * v_loss, rel=1e-12)
+        sums = dict(zip(module.STATS, module.update_stats([parts, parts], 0.2), strict=True))
+        assert sums["clipfrac"] == 2.0 and sums["old_approx_kl"] == pytest.approx(0.0, abs=1e-12)
+        kl = ((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 2
+        assert sums["approx_kl"] == pytest.approx(2 * kl, rel=1e-12)
+
+
+@pytest.mark.parametrize("space", [DISCRETE, BOX])
+def test_policy_terms_agree_with_torch_distributions(space, float64):
+    torch.manual_seed(0)
+    agent = ppg_ddp.Agent(VECTOR, space, channels_first=False)
+    if space is BOX:
+        agent.log_std.data = torch.tensor([0.3, -0.7])
+    features, other = torch.randn(5, 64), torch.randn(5, 64)
+    pi, old_pi = 100 * agent.policy(features), 100 * agent.policy(other)
+    if space is BOX:
+        pi[:, 2:], old_pi[:, 2:] = agent.log_std, agent.log_std - 0.2
+        reference, old = (Independent(Normal(p[:, :2], p[:, 2:].exp()), 1) for p in (pi, old_pi))
+    else:
+        reference, old = Categorical(logits=pi), Categorical(logits=old_pi)
+    actions = reference.sample()
+    logprob, entropy = agent.log_prob_entropy(pi, actions)
+    torch.testing.assert_close(logprob, reference.log_prob(actions), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(entropy, reference.entropy(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(agent.kl_divergence(old_pi, pi), kl_divergence(old, reference), rtol=1e-10, atol=1e-10)
+    assert agent.kl_divergence(pi, pi).abs().max() < 1e-12
+
+
+def test_sampling_inverts_the_distribution():
+    agent = ppo_ddp.Agent(VECTOR, DISCRETE, channels_first=False)
+    pi = np.log(np.array([[0.2, 0.3, 0.5]] * 6)) + 3.0
+    noise = np.array([0.0, 0.19, 0.21, 0.49, 0.51, np.nextafter(1.0, 0.0)])
+    assert agent.sample(pi, noise).tolist() == [0, 0, 1, 1, 2, 2]
+    assert agent.sample(pi.astype(np.float32), np.full(6, np.nextafter(1, 0, dtype=np.float32))).max() == 2
+    box = ppo_ddp.Agent(VECTOR, BOX, channels_first=False)
+    pi = np.array([[1.0, 2.0, 0.0, math.log(3.0)]])
+    assert box.sample(pi, np.array([[0.5, -1.0]])).tolist() == [[1.5, pytest.approx(2.0 - 3.0)]]
+    assert box.mode(pi).tolist() == [[1.0, 2.0]]
+
+
+def test_minibatches_hold_as_many_steps_of_every_environment():
+    """And a rank's places are the same steps of the same environments as at world size 1."""
+
+    def draw(here):
+        return ppo_ddp.minibatch_places(torch.Generator().manual_seed(5), 2, 4, 8, 6, here)
+
+    whole = draw(slice(0, 6))
+    assert whole.shape == (2, 4, 12)
+    for epoch in whole:
+        assert sorted(epoch.flatten().tolist()) == list(range(48))
+        for minibatch in epoch:
+            assert torch.bincount(minibatch % 6).tolist() == [2] * 6
+    for rank in range(3):
+        part = draw(slice(2 * rank, 2 * rank + 2))
+        local = whole[(whole % 6 >= 2 * rank) & (whole % 6 < 2 * rank + 2)].view(2, 4, 4)
+        assert (part // 2).equal(local // 6) and (part % 2 + 2 * rank).equal(local % 6)
+
+
+def test_moments_in_parts_are_the_moments_of_the_whole():
+    """Batches in two ranks' parts, far from zero: as numpy over all of it."""
+    rng = np.random.default_rng(0)
+    moments, seen = RunningMoments((3,)), []
+    for size in (5, 50, 7):
+        parts = [rng.normal(1e4, 0.1, (size, 3)), rng.normal(1e4 + 1, 2.0, (2 * size, 3))]
+        moments.merge(np.sum([moments.sums(part) for part in parts], axis=0))
+        seen += parts
+        whole = np.concatenate(seen)
+        np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(moments.m2 / moments.count, whole.var(0), rtol=1e-6)
+    np.testing.assert_allclose(
+        moments.normalize(whole[:4]), np.clip((whole[:4] - whole.mean(0)) / whole.std(0), -10, 10), rtol=1e-4
+    )
+    assert RunningMoments((3,)).normalize(np.full((1, 3), 4.0)).tolist() == [[4.0] * 3]
+
+
+def test_discounted_returns_by_hand():
+    carry = np.array([8.0, 8.0])
+    dones = np.array([[False, True], [False, False]])
+    returns = discounted_returns(np.array([[1.0, 1.0], [1.0, 1.0]]), dones, 0.5, carry)
+    assert returns.tolist() == [[5.0, 5.0], [3.5, 1.0]] and carry.tolist() == [3.5, 1.0]
+
+
+def test_advantages_are_normalised_with_n_minus_1(float64):
+    world = World(cuda=False)
+    with world.process_group(60):
+        rows = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
+        normalized = ppo_ddp.normalize_advantages(rows, world)
+    torch.testing.assert_close(normalized[0], (rows[0] - 3) / (math.sqrt(14 / 3) + 1e-8), rtol=1e-12, atol=0)
+    assert normalized[1].tolist() == [0.0] * 4
+
+
+def test_seeds_share_no_stream():
+    streams = [(seed, domain) for seed in range(50) for domain in (TRAINING, EVALUATION)]
+    seeds = [int(s) for stream in streams for s in environment_seeds(*stream, range(20))]
+    assert len(set(seeds)) == len(seeds) == 2000 and 0 <= min(seeds) and max(seeds) < 2**31
+
+
+@pytest.mark.parametrize("life_loss", [True, False])
+def test_atari_returns_are_whole_unclipped_games(life_loss):
+    """The same actions give the same finished games whether a lost life counts as an end or not: five lives each."""
+    pytest.importorskip("ale_py")
+    finished, ends = {}, {}
+    for flag in (True, False):
+        envs = make_envs("ALE/Breakout-v5", 2, (gym.spaces.Discrete,), life_loss=flag)
+        reset(envs, environment_seeds(1, TRAINING, range(2)))
+        statistics, rng, ends[flag] = EpisodeStatistics(2), np.random.default_rng(0), 0
+        for _ in range(700):
+            _, rewards, terminations, truncations, infos = envs.step(rng.integers(0, 4, 2))
+            statistics.step(rewards, terminations | truncations, infos)
+            ends[flag] += terminations.sum()
+        finished[flag] = statistics.finished
+        envs.close()
+    assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 4
+    assert ends[True] >= 5 * ends[False]
+
+
+def test_both_trunks_read_images_of_any_layout(float64):
+    """uint8 is divided by 255, and a channels-first image gives what its channels-last transpose gives."""
+    first = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    last = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    agent_first = ppo_ddp.Agent(first, DISCRETE, channels_first=True)
+    agent_last = ppo_ddp.Agent(last, DISCRETE, channels_first=False)
+    agent_last.load_state_dict(agent_first.state_dict())
+    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
+    features = agent_first.trunk(obs)
+    torch.testing.assert_close(agent_last.trunk(obs.permute(0, 2, 3, 1)), features)
+    layers = nn.Sequential(*agent_first.trunk.layers)
+    torch.testing.assert_close(layers(obs.double() / 255), features)
+    assert features.shape == (3, 512)
+    small = ppo_ddp.Agent(gym.spaces.Box(0, 1, (10, 10, 6), np.bool_), DISCRETE, channels_first=False)
+    assert [tuple(p.shape) for p in small.trunk.parameters()] == [(16, 6, 3, 3), (16,), (128, 1024), (128,)]
+    assert small.value_trunk is None and small.trunk(torch.ones(2, 10, 10, 6, dtype=torch.bool)).shape == (2, 128)
