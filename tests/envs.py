@@ -52,15 +52,9 @@ class Odd(gym.Env):
         return self.observation_space.sample(), 0.0, False, False, {}
 
 
-class Shifted(CartPoleEnv):
+def shifted():
     """CartPole whose actions are 5 and 6."""
-
-    def __init__(self):
-        super().__init__()
-        self.action_space = gym.spaces.Discrete(2, start=5)
-
-    def step(self, action):
-        return super().step(action - 5)
+    return gym.wrappers.TransformAction(CartPoleEnv(), lambda action: action - 5, gym.spaces.Discrete(2, start=5))
 
 
 class Dots(gym.Env):
@@ -91,7 +85,7 @@ vector = gym.spaces.Box(-1, 1, (3,), np.float32)
 choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
-gym.register("Shifted-v0", Shifted, max_episode_steps=500)
+gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
 gym.register("LargeDots-v0", Dots, kwargs={"large": True})
 for name, spaces in {

@@ -1,0 +1,158 @@
+"""C4, C5 and C7: unequal ranks are named, and every way a run can end leaves no process and keeps what was written."""
+
+import csv
+import random
+import signal
+import time
+
+import psutil
+import pytest
+
+from runs import Run, descendants, finish, start
+
+SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"
+LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6 --check-sync-every 512"
+PHASES = "--n-pi 2 --aux-epochs 4 --num-aux-minibatches 4"
+
+
+def begin(script, world_size, flags, run_dir, launcher=True, rows=3, **env):
+    """Start a run and wait until it has written some rows."""
+    process = start(script, world_size, f"{flags} --run-dir {run_dir}", launcher, **env)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run_dir / "metrics.csv").exists() and len((run_dir / "metrics.csv").read_text().splitlines()) > rows:
+            return process, descendants(process)
+        time.sleep(0.02)
+    raise AssertionError(f"the run did not get going: {process.communicate(timeout=60)}")
+
+
+def ended(process, family, run_dir, within=15.0) -> Run:
+    """Wait for the end; every process of the run must be gone within the time, and each row written must be whole."""
+    start_time = time.monotonic()
+    run = finish(process, run_dir, timeout=within)
+    _, alive = psutil.wait_procs(family, timeout=max(0.1, within - (time.monotonic() - start_time)))
+    for member in alive:
+        member.kill()
+    assert not alive, f"left: {alive}"
+    with open(run_dir / "metrics.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert len(rows) >= 3 and all(len(row) == len(header) for row in rows)
+    return run
+
+
+@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", ""), ("ppg_ddp.py", PHASES)])
+def test_a_changed_parameter_is_named(script, flags, tmp_path):
+    """A parameter moved by 1e-7 on rank 1 ends the run with the tensor's name, the rank and the step, said once."""
+    flags = f"{SHORT} {flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
+    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="parameter@1@6"), tmp_path, timeout=60)
+    assert run.code == 1
+    assert run.err.count("error: step ") == 1 and "agent.actor.bias on rank 1 differs from rank 0's" in run.err, run.err
+
+
+def test_a_loss_outside_the_wrapper_is_caught(tmp_path):
+    """Without DDP around the loss the ranks part at the first update, and the check says so."""
+    flags = f"{SHORT} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
+    run = finish(start("ppo_ddp.py", 2, flags, True, LOCKSTEP_FAULT="bare@0@0"), tmp_path, timeout=60)
+    assert run.code == 1 and "error: step 64: agent." in run.err and "on rank 1 differs" in run.err, run.err
+
+
+def test_a_crash_on_one_rank_shows_its_traceback(tmp_path):
+    """The other rank ends too, and says one line instead of a traceback of its own."""
+    process, family = begin("ppo_ddp.py", 2, LONG, tmp_path, LOCKSTEP_FAULT="raise@1@40")
+    run = ended(process, family, tmp_path)
+    assert run.code == 1 and "ZeroDivisionError: a fault on purpose" in run.err
+    assert "rank 0: stopped, because another rank ended." in run.err
+    assert "Connection closed by peer" not in run.err
+
+
+def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
+    """After --timeout seconds each rank prints where it stands: one in its sleep, the other in the collective."""
+    flags = f"{LONG} --timeout 4"
+    process, family = begin("ppo_ddp.py", 2, flags, tmp_path, LOCKSTEP_FAULT="hang@1@40")
+    run = ended(process, family, tmp_path)
+    assert run.code == 1 and "rank 1: no boundary reached for --timeout 4 seconds" in run.err
+    assert "in faulty_gather" in run.err and "in train" in run.err
+
+
+def test_an_exception_in_one_process_gives_code_1(tmp_path):
+    process, family = begin("ppo_ddp.py", 1, LONG, tmp_path, LOCKSTEP_FAULT="raise@0@40")
+    run = ended(process, family, tmp_path)
+    assert run.code == 1 and run.err.count("ZeroDivisionError: a fault on purpose") == 1
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_process_stops_on_request(number, code, tmp_path):
+    """Plain python, with asynchronous environments: the end of the iteration, the model written, and the right code."""
+    process, family = begin("ppg_ddp.py", 1, f"{LONG} {PHASES} --vectorization async --save-model", tmp_path)
+    process.send_signal(number)
+    run = ended(process, family, tmp_path)
+    assert run.code == code and run.model["global_step"] > 0 and "Traceback" not in run.err, run.err
+
+
+def test_two_ranks_stop_on_request(tmp_path):
+    """One rank alone is asked; both agree at the next boundary, and the model is written."""
+    process, family = begin("ppo_ddp.py", 2, f"{LONG} --save-model", tmp_path)
+    ranks = [p for p in family if "launcher.py" in " ".join(p.cmdline()) and "torch.distributed.run" not in p.cmdline()]
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGTERM)
+    run = ended(process, family, tmp_path)
+    assert run.code == 1 and run.model["global_step"] > 0 and "in train" not in run.err
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    """While an iteration takes minutes, no boundary comes; the second request does not wait for it."""
+    flags = "--env-id tests.envs:SlowCartPole-v0 --num-steps 4 --num-envs 4 --total-timesteps 100000 --eval-every 0"
+    process, family = begin("ppo_ddp.py", 1, flags, tmp_path, LOCKSTEP_SLEEP="0.1")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.6)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process, family, tmp_path, within=5).code == 143
+
+
+@pytest.mark.slow
+def test_fifty_short_runs_end_well(tmp_path):
+    """50 two-rank runs in a row all exit with 0."""
+    flags = "--num-steps 16 --total-timesteps 640 --eval-every 320 --eval-episodes 2"
+    codes = []
+    for number in range(50):
+        run_dir = tmp_path / str(number)
+        script = ("ppo_ddp.py", "ppg_ddp.py")[number % 2]
+        extra = f" {PHASES}" if number % 2 else ""
+        codes.append(finish(start(script, 2, f"{flags}{extra} --run-dir {run_dir}"), run_dir, timeout=60).code)
+    assert codes == [0] * 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_at_random_moments(number, tmp_path):
+    """15 times each, to torchrun, in whatever the ranks then do: rollout, update, auxiliary phase, evaluation."""
+    chance = random.Random(int(number))
+    for trial in range(15):
+        flags = f"{LONG} {PHASES}" + (" --vectorization async" if trial % 3 == 0 else "")
+        process, family = begin("ppg_ddp.py", 2, flags, tmp_path / str(trial), launcher=False)
+        time.sleep(chance.uniform(0, 2))
+        family = descendants(process)
+        process.send_signal(number)
+        run = ended(process, family, tmp_path / str(trial))
+        assert run.code != 0 and "Aborted" not in run.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+def test_a_rank_lost_at_random_moments(kind, tmp_path):
+    """15 times: an exception or SIGKILL on one rank, at a random collective; nothing is left within 15 seconds."""
+    chance = random.Random(kind)
+    for trial in range(15):
+        fault = f"{kind}@{trial % 2}@{chance.randint(20, 120)}"
+        flags = f"{LONG} {PHASES}" + (" --vectorization async" if trial % 3 == 0 else "")
+        process, family = begin("ppg_ddp.py", 2, flags, tmp_path / str(trial), LOCKSTEP_FAULT=fault)
+        assert ended(process, family, tmp_path / str(trial)).code == 1
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_killed_launcher(tmp_path):
+    """SIGKILL of torchrun itself, five times."""
+    for trial in range(5):
+        process, family = begin("ppo_ddp.py", 2, f"{LONG} --vectorization async", tmp_path / str(trial), launcher=False)
+        process.kill()
+        assert ended(process, family, tmp_path / str(trial)).code == -signal.SIGKILL

@@ -1,0 +1,137 @@
+"""What a run leaves: config.json, metrics.csv, model.pt and wandb's history; and that a script can be copied."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ppg_ddp
+import ppo_ddp
+from runs import ROOT, finish, run, start
+
+SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py")
+SHORT = "--num-steps 32 --total-timesteps 2048 --eval-every 1000 --eval-episodes 3"
+
+
+def wandb_history(path: Path) -> list[dict]:
+    """The history rows of an offline run: a LevelDB-style log (7-byte file header, 32 KiB blocks) of `Record`s."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # a block's tail too short for a header
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            parsed = wandb_internal_pb2.Record()
+            parsed.ParseFromString(record)
+            if parsed.WhichOneof("record_type") == "history":
+                items = parsed.history.item
+                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+            record = b""
+    return rows
+
+
+def test_wandb_holds_what_metrics_csv_holds(tmp_path):
+    """Two ranks, offline: one run, whose history equals metrics.csv, with `charts/SPS` added."""
+    flags = f"--track {SHORT} --run-dir {tmp_path / 'run'}"
+    result = finish(start("ppo_ddp.py", 2, flags, cwd=tmp_path, WANDB_MODE="offline"), tmp_path / "run", timeout=120)
+    assert result.code == 0, result.err
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    history = wandb_history(file)
+    with open(tmp_path / "run" / "metrics.csv", newline="") as csv_file:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(csv_file)]
+    assert len(history) == len(rows) == 16 + 2
+    for logged, row in zip(history, rows, strict=True):
+        assert {k: v for k, v in logged.items() if not k.startswith("_") and k != "charts/SPS"} == row
+        assert logged.get("charts/SPS") == row.get("time/SPS")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_run_directory(script, tmp_path):
+    """Blank cells for nothing to report, episodes of all ranks, a model without prefixes, a config to rerun from."""
+    flags = f"{SHORT} --save-model --seed 3" + (" --n-pi 4" if script == "ppg_ddp.py" else "")
+    result = run(script, 2, flags, tmp_path / "a")
+    module = ppg_ddp if "ppg" in script else ppo_ddp
+    with open(result.dir / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["global_step", *module.COLUMNS]
+    updates = [row for row in rows if row["losses/policy_loss"]]
+    evaluations = [row for row in rows if row["eval/episodic_return"]]
+    assert [int(row["global_step"]) for row in updates] == list(range(128, 2049, 128))
+    assert [int(row["global_step"]) for row in evaluations] == [1024, 2048]
+    for row in updates:
+        assert not any(row[name] for name in row if name.startswith("eval/") or name == "time/eval")
+        assert bool(row["charts/episodic_return"]) == (row["charts/episodes"] != "0")
+        for name, cell in row.items():
+            assert cell == "" or repr(float(cell)) == cell or repr(int(cell)) == cell, name
+    lengths = [
+        float(r["charts/episodic_length"]) * int(r["charts/episodes"]) for r in updates if r["charts/episodic_length"]
+    ]
+    assert 2048 - 4 * 500 <= sum(lengths) <= 2048 and sum(int(r["charts/episodes"]) for r in updates) > 40
+    for row in evaluations:
+        assert row["eval/episodes"] == "3" and row["time/eval"] and not row["losses/policy_loss"]
+    config = json.loads((result.dir / "config.json").read_text())
+    assert (
+        config["world_size"] == 2 and config["args"]["seed"] == 3 and config["versions"]["torch"] == torch.__version__
+    )
+    assert module.Args(**config["args"]).num_steps == 32 and script in config["command"] and config["device"]
+    model = result.model
+    assert model["global_step"] == 2048 and model["args"] == config["args"]
+    agent = module.Agent(
+        module.gym.spaces.Box(-1, 1, (4,), np.float32), module.gym.spaces.Discrete(2), channels_first=False
+    )
+    agent.load_state_dict(model["agent"])  # no `module.` prefixes
+
+
+def test_the_default_directory_names_the_run(tmp_path):
+    process = start("ppo_ddp.py", 1, "--env-id tests.envs:ShortCartPole-v0 --total-timesteps 512", cwd=tmp_path)
+    assert finish(process, tmp_path, timeout=60).code == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"tests\.envs-ShortCartPole-v0__ppo_ddp__1__\d{8}-\d{6}", path.name)
+
+
+def test_a_run_ends_at_a_return(tmp_path):
+    result = run("ppo_ddp.py", 2, f"{SHORT} --stop-at-return 5", tmp_path / "a")
+    assert result.column("global_step")[-1] == 1024 and result.column("eval/episodic_return")[-1] >= 5
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_copied_script_runs(script, tmp_path):
+    """The script and the files its docstring names, alone in a folder, train on two processes."""
+    source = (ROOT / script).read_text()
+    names = re.findall(r"common/\w+\.py", source.split('"""')[1])
+    imported = {f"common/{name}.py" for name in re.findall(r"^from common\.(\w+)", source, re.M)}
+    assert imported <= set(names)
+    (tmp_path / "common").mkdir()
+    for name in (script, *names):
+        shutil.copy(ROOT / name, tmp_path / name)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    flags = ["--total-timesteps", "8192", "--num-steps", "64", "--run-dir", "run"]
+    done = subprocess.run([*launch, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 1 + 32 + 1
+
+
+def test_help_names_every_flag():
+    """Each flag has its meaning; the reader of --help meets no empty line."""
+    for script, module in zip(SCRIPTS, (ppo_ddp, ppg_ddp), strict=True):
+        done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0
+        source = (ROOT / script).read_text().split("def __post_init__")[0]
+        for field in module.Args.__dataclass_fields__:
+            assert "--" + field.replace("_", "-") in done.stdout
+            assert re.search(rf'^    {field}: [^\n]*\n    """\w', source, re.M), f"{script}: {field} is not explained"
