@@ -2,7 +2,7 @@
 
     python peer_sb3.py {ppo-cartpole,ppo-breakout,startup} TOTAL_TIMESTEPS THREADS
 
-Run by benchmark/speed.py, which installs that environment. Imports nothing of this project.
+Run by benchmark/speed.py, which installs that environment. `startup` ends at the environment's first step.
 """
 
 import resource
@@ -50,14 +50,11 @@ def main(work: str, total: int, threads: int) -> None:
         env = VecFrameStack(env, n_stack=4)
         model = PPO("CnnPolicy", env, batch_size=256, clip_range=0.1, clip_range_vf=0.1, verbose=0, **shared)
     else:
-        env = make_vec_env("CartPole-v1", n_envs=4, seed=1)
+        env_id = "benchmark.first_step:FirstStep-v0" if work == "startup" else "CartPole-v1"
+        env = make_vec_env(env_id, n_envs=4, seed=1)
         model = PPO("MlpPolicy", env, batch_size=128, clip_range=0.2, clip_range_vf=0.2, verbose=0, **shared)
     clock = Clock()
-    if work == "startup":
-        env.reset()
-        env.step([0] * 4)
-        return
-    model.learn(total, callback=clock)
+    model.learn(total or 512, callback=clock)
     print(f"sps {clock.steps_per_second():.1f} memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
 
 

@@ -1,0 +1,159 @@
+"""Measures the scripts beside Stable-Baselines3, in interleaved repetitions, and prints medians and ratios.
+
+    python -m benchmark.speed                 # all rows
+    python -m benchmark.speed --rows 1 7 --repetitions 5
+
+The first run installs the peer into benchmark/.peer (this alone needs the internet). Steps per second are those of the
+steady state: the first eighth of a run is left out. Nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+ROOT = Path(__file__).parent.parent
+PEER = ROOT / "benchmark" / ".peer"
+BREAKOUT = "--env-id ALE/Breakout-v5 --clip-coef 0.1 --num-envs"
+QUIET = "--eval-every 0 --check-sync-every 0"
+
+
+@dataclass
+class Args:
+    rows: tuple[Literal[1, 2, 3, 4, 7], ...] = (1, 2, 3, 4, 7)
+    """which rows of the table"""
+    repetitions: int = 3
+    """interleaved repetitions of each work"""
+
+
+@dataclass
+class Measure:
+    sps: float  # environment transitions per second, steady state, all ranks
+    memory: float  # peak of the largest process, MB
+    wall: float  # seconds, start to end
+
+
+def install_peer() -> None:
+    if not (PEER / "bin" / "python").exists():
+        print("installing the peer into", PEER.relative_to(ROOT), flush=True)
+        subprocess.run([sys.executable, "-m", "venv", PEER], check=True)
+        packages = ["torch==2.13.0", "stable-baselines3==2.9.*", "gymnasium[atari]>=1.4,<2", "opencv-python-headless"]
+        subprocess.run([PEER / "bin" / "python", "-m", "pip", "install", "--quiet", *packages], check=True)
+
+
+def timed(command: list[str], threads: int) -> tuple[str, float, float]:
+    """Run to the end -> output, peak memory (MB) of the largest process, seconds."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    start = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        out.seek(0)
+        output = out.read()
+    if status:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{output}")
+    return output, usage.ru_maxrss / 1024, wall
+
+
+def ours(script: str, flags: str, processes: int = 1, threads: int = 1) -> Measure:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    launch = launch if processes > 1 else [sys.executable]
+    with tempfile.TemporaryDirectory() as folder:
+        words = f"{flags} {QUIET} --num-threads {threads} --run-dir {folder}/run".split()
+        _, memory, wall = timed([*launch, str(ROOT / script), *words], threads)
+        with open(f"{folder}/run/metrics.csv", newline="") as file:
+            rows = [(int(row["global_step"]), float(row["time/wall"])) for row in csv.DictReader(file)]
+    (s0, t0), (s1, t1) = rows[max(1, len(rows) // 8)], rows[-1]
+    return Measure((s1 - s0) / (t1 - t0), memory, wall)
+
+
+def peer(work: str, total: int, threads: int = 1) -> Measure:
+    command = [str(PEER / "bin" / "python"), str(ROOT / "benchmark" / "peer_sb3.py"), work, str(total), str(threads)]
+    output, memory, wall = timed(command, threads)
+    return Measure(float(output.split("sps")[1].split()[0]), memory, wall)
+
+
+def our_start() -> Measure:
+    flags = "--env-id benchmark.first_step:FirstStep-v0 --eval-every 0"
+    with tempfile.TemporaryDirectory() as folder:
+        words = f"{flags} --run-dir {folder}/run".split()
+        return Measure(0.0, *timed([sys.executable, str(ROOT / "ppo_ddp.py"), *words], 1)[1:])
+
+
+def peer_start() -> Measure:
+    command = [str(PEER / "bin" / "python"), str(ROOT / "benchmark" / "peer_sb3.py"), "startup", "0", "1"]
+    return Measure(0.0, *timed(command, 1)[1:])
+
+
+CARTPOLE = "--total-timesteps 100000"
+WORKS = {
+    1: {
+        "peer": lambda: peer("ppo-cartpole", 60_000),
+        "ours": lambda: ours("ppo_ddp.py", CARTPOLE),
+        "ours, --compile": lambda: ours("ppo_ddp.py", f"{CARTPOLE} --compile"),
+    },
+    2: {
+        "1 rank, 4 envs, DDP": lambda: ours("benchmark/one_rank_ddp.py", CARTPOLE),
+        "2 ranks, 4 envs each": lambda: ours("ppo_ddp.py", f"{CARTPOLE} --num-envs 8", 2),
+        "1 rank, 8 envs": lambda: ours("ppo_ddp.py", f"{CARTPOLE} --num-envs 8"),
+    },
+    3: {
+        "peer t1": lambda: peer("ppo-breakout", 10_240, 1),
+        "ours t1": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
+        "peer t2": lambda: peer("ppo-breakout", 10_240, 2),
+        "ours t2": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 2),
+    },
+    4: {
+        "1 rank of 8 envs": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
+        "2 ranks of 8 envs": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 16 --total-timesteps 20480", 2, 1),
+    },
+    7: {"peer": peer_start, "ours": our_start},
+}
+RATIOS = {
+    1: [("ours", "peer", "must 2.0, goal 2.7"), ("ours, --compile", "peer", "goal 2.7")],
+    2: [
+        ("2 ranks, 4 envs each", "1 rank, 4 envs, DDP", "must 0.85, goal 1.7"),
+        ("2 ranks, 4 envs each", "1 rank, 8 envs", "reported, goal 1.1"),
+    ],
+    3: [("ours t1", "peer t1", "must 1.2, goal 1.5"), ("ours t2", "peer t2", "must 1.3, goal 1.6")],
+    4: [("2 ranks of 8 envs", "1 rank of 8 envs", "must 1.7, goal 1.9")],
+}
+NAMES = {1: "PPO CartPole", 2: "PPO CartPole, DDP", 3: "PPO Breakout", 4: "PPO Breakout, DDP", 7: "start-up, memory"}
+
+
+def main(args: Args) -> None:
+    install_peer()
+    for row in args.rows:
+        works = WORKS[row]
+        measures: dict[str, list[Measure]] = {name: [] for name in works}
+        for _ in range(args.repetitions):
+            for name, work in works.items():
+                measures[name].append(work())
+        print(f"\nrow {row}: {NAMES[row]}, median [min, max] of {args.repetitions}")
+        for name, values in measures.items():
+            speeds, walls = [m.sps for m in values], [m.wall for m in values]
+            memory = statistics.median(m.memory for m in values)
+            if row == 7:
+                text = f"{statistics.median(walls):8.2f} s [{min(walls):.2f}, {max(walls):.2f}] to the first step"
+            else:
+                text = f"{statistics.median(speeds):8.0f} steps/s [{min(speeds):.0f}, {max(speeds):.0f}]"
+            print(f"  {name:22}{text}, {memory:.0f} MB at most", flush=True)
+        for a, b, wanted in RATIOS.get(row, []):
+            pairs = sorted(x.sps / y.sps for x, y in zip(measures[a], measures[b], strict=True))
+            ratio = statistics.median(pairs)
+            print(f"  {a} / {b}: {ratio:.2f} [{pairs[0]:.2f}, {pairs[-1]:.2f}] ({wanted})", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
