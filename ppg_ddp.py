@@ -567,9 +567,11 @@ def train(
 
         # values (bootstraps included) and log-probabilities of the whole rollout at once
         dones = terminations | truncations
+        learning_rewards = np.sign(rewards) if atari else rewards
         if args.norm_reward:
-            sums = return_moments.sums(discounted_returns(rewards, dones, args.gamma, return_carry))
+            sums = return_moments.sums(discounted_returns(learning_rewards, dones, args.gamma, return_carry))
             return_moments.merge(world.gather(sums).sum(0))  # collective
+            learning_rewards = (learning_rewards / return_moments.std).clip(-10, 10)
         b_obs = network_input(obs.reshape(-1, *obs_space.shape))
         b_actions = torch.from_numpy(actions.reshape(-1, *action_shape)).to(device)
         with torch.no_grad():
@@ -582,11 +584,14 @@ def train(
         values = b_values.cpu().numpy().reshape(shape)
         next_value, final_values = np.split(last_values, [local_num_envs])
         next_values = values_after_steps(values, next_value, terminations, truncated, final_values)
-        if args.norm_reward:
-            rewards_in = (rewards / return_moments.std).clip(-10, 10).astype(np_dtype)
-        else:
-            rewards_in = (np.sign(rewards) if atari else rewards).astype(np_dtype)
-        advantages = compute_gae(rewards_in, values, next_values, dones.astype(np_dtype), args.gamma, args.gae_lambda)
+        advantages = compute_gae(
+            learning_rewards.astype(np_dtype),
+            values,
+            next_values,
+            dones.astype(np_dtype),
+            args.gamma,
+            args.gae_lambda,
+        )
         b_advantages = torch.from_numpy(advantages.ravel()).to(device)
         b_returns = b_advantages + b_values
         update_start = time.perf_counter()
