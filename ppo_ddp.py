@@ -60,7 +60,7 @@ class Args:
     cuda: bool = True
     """use GPUs where there are any"""
     num_threads: int = 0
-    """torch threads per rank; 0: one for vector observations, all cores shared among local ranks for images"""
+    """torch threads per rank; 0: one, or for large images the cores divided by the local ranks"""
     compile: bool = False
     """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
     eval_every: int = 50_000
@@ -153,6 +153,11 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = math.sqrt(2)) -> nn.Li
     return layer
 
 
+def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
+    """True for images whose smaller side is at least 36: they take the large network, and several threads."""
+    return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
+
+
 class Trunk(nn.Module):
     """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
 
@@ -169,7 +174,7 @@ class Trunk(nn.Module):
             hidden = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
         else:
             channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
-            if min(height, width) >= 36:
+            if is_large(space, channels_first):
                 convolutions, self.num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
             else:
                 convolutions, self.num_features = [(channels, 16, 3, 1)], 128
@@ -388,8 +393,7 @@ def main(args: Args) -> None:
         local_num_envs, spaces = here.stop - here.start, (gym.spaces.Discrete, gym.spaces.Box)
         envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, world.cores, args.life_loss)
         stack.enter_context(closing(envs))
-        image = len(envs.single_observation_space.shape) == 3
-        if image and args.norm_obs:
+        if args.norm_obs and len(envs.single_observation_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
         episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
         if args.eval_every and episodes_here:
@@ -397,7 +401,8 @@ def main(args: Args) -> None:
             stack.enter_context(closing(eval_envs))
         script = os.path.splitext(os.path.basename(__file__))[0]
         logger = stack.enter_context(Logger(args, script, COLUMNS, world))
-        torch.set_num_threads(args.num_threads or (world.cores if image else 1))
+        large = is_large(envs.single_observation_space, channels_first=atari)
+        torch.set_num_threads(args.num_threads or (world.cores if large else 1))
         with world.process_group(args.timeout):
             train(args, world, envs, eval_envs, atari, logger)
 
