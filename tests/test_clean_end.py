@@ -1,6 +1,7 @@
 """C4, C5 and C7: unequal ranks are named, and every way a run can end leaves no process and keeps what was written."""
 
 import csv
+import os
 import random
 import signal
 import time
@@ -84,7 +85,7 @@ def test_an_exception_in_one_process_gives_code_1(tmp_path):
 def test_one_process_stops_on_request(number, code, tmp_path):
     """Plain python, with asynchronous environments: the end of the iteration, the model written, and the right code."""
     process, family = begin("ppg_ddp.py", 1, f"{LONG} {PHASES} --vectorization async --save-model", tmp_path)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # to all of its group, as a terminal's Ctrl-C
     run = ended(process, family, tmp_path)
     assert run.code == code and run.model["global_step"] > 0 and "Traceback" not in run.err, run.err
 
