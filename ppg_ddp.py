@@ -11,14 +11,14 @@ To use it in a project of your own, copy this file and
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
 policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
 `ppo_ddp.py`, bit for bit on vector observations.
+Each phase has an Adam of its own, whose state persists; the auxiliary one moves all networks, as in the reference.
 Keep rewards normalised: where returns are large, the value losses drown the KL term, and the policy is lost.
 
 Differences from the reference (OpenAI's phasic-policy-gradient), beside those listed in `ppo_ddp.py`:
 1. Policy and value losses share their epochs (E_pi = E_V = `--update-epochs`), minibatches, and one Adam.
 2. Gradient norms are clipped in both phases (`--max-grad-norm inf`: not); `--anneal-lr` lowers both learning rates.
 3. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
-4. The auxiliary phase has an Adam of its own over all networks, which keeps its state from phase to phase, as there.
-5. Phases and batches are small by default, for small problems; the paper's, for Procgen: 64 environments per process,
+4. Phases and batches are small by default, for small problems; the paper's, for Procgen: 64 environments per process,
    --num-steps 256 --num-minibatches 8 --n-pi 32 --gamma 0.999.
 """
 
@@ -39,7 +39,7 @@ import tyro
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import BadInput, crossed, flag, require, require_divisible
+from common.arguments import BadInput, crossed, flag, require, require_divisible, require_divisor
 from common.distributed import World, launch
 from common.environments import TRAINING, EpisodeStatistics, environment_seeds, is_native_atari, make_envs, reset
 from common.evaluation import evaluate, evaluation_here
@@ -51,7 +51,7 @@ from common.normalization import RunningMoments, discounted_returns
 class Args:
     # run
     seed: int = 1
-    """seed of everything random; runs with different seeds share no random stream"""
+    """seed of everything random, not negative"""
     total_timesteps: int = 500_000
     """budget in environment transitions, all ranks; the whole iterations that fit are run"""
     run_dir: str | None = None
@@ -87,7 +87,7 @@ class Args:
     num_envs: int = 4
     """parallel environments, all ranks"""
     vectorization: Literal["sync", "async"] = "sync"
-    """one process per rank, or one per environment for slow ones; Atari always uses its native threads"""
+    """async: a process for each environment, those of evaluation too, if slow; Atari always uses its own threads"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -148,6 +148,8 @@ class Args:
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
         for name in ("ent_coef", "vf_coef", "beta_clone"):
             require(0 <= getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number of at least 0")
+        require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
+        require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
         require(self.max_grad_norm > 0, "--max-grad-norm", self.max_grad_norm, "a number above 0 (inf: no clipping)")
@@ -160,12 +162,8 @@ class Args:
         needed = f"at least one iteration: --num-envs {self.num_envs} x --num-steps {self.num_steps} = {size}"
         require(self.total_timesteps >= size, "--total-timesteps", self.total_timesteps, needed)
         if self.aux_epochs:
-            require(
-                self.n_pi * self.num_steps % self.num_aux_minibatches == 0,
-                "--num-aux-minibatches",
-                self.num_aux_minibatches,
-                f"a divisor of --n-pi x --num-steps = {self.n_pi * self.num_steps}",
-            )
+            steps = self.n_pi * self.num_steps
+            require_divisor("--num-aux-minibatches", self.num_aux_minibatches, steps, "--n-pi x --num-steps")
             needed = f"at least {self.n_pi * size}, which has one auxiliary phase (or set --aux-epochs 0)"
             require(self.total_timesteps >= self.n_pi * size, "--total-timesteps", self.total_timesteps, needed)
 
@@ -270,14 +268,18 @@ class Agent(nn.Module):
 
         On a few rows torch's calls cost five times the arithmetic; made once per rollout.
         """
-        linear = [layer for layer in (*self.trunk.layers, self.actor) if isinstance(layer, nn.Linear)]
-        arrays = [(layer.weight.detach().cpu().numpy().T, layer.bias.detach().cpu().numpy()) for layer in linear]
-        (w1, b1), (w2, b2), (w3, b3) = arrays
-        log_std = None if self.discrete else self.log_std.detach().cpu().numpy()
+        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in self.named_parameters()}
+        names = [f"trunk.layers.{i}" for i, layer in enumerate(self.trunk.layers) if isinstance(layer, nn.Linear)]
+        hidden = [(arrays[f"{name}.weight"].T, arrays[f"{name}.bias"]) for name in names]
+        assert [type(layer) for layer in self.trunk.layers] == [nn.Linear, nn.Tanh] * len(hidden), "update numpy_policy"
+        weight, bias, log_std = arrays["actor.weight"].T, arrays["actor.bias"], arrays.get("log_std")
 
         def policy(obs: np.ndarray) -> np.ndarray:
-            out = np.tanh(np.tanh(obs.astype(w1.dtype, copy=False) @ w1 + b1) @ w2 + b2) @ w3 + b3
-            return out if log_std is None else np.concatenate([out, np.broadcast_to(log_std, out.shape)], -1)
+            out = obs.astype(weight.dtype, copy=False)
+            for w, b in hidden:
+                out = np.tanh(out @ w + b)
+            out = out @ weight + bias
+            return out if self.discrete else np.concatenate([out, np.broadcast_to(log_std, out.shape)], -1)
 
         return policy
 
@@ -485,7 +487,7 @@ def train(
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
     agent = Agent(obs_space, action_space, channels_first=atari).to(device)
     parameters = list(agent.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
@@ -501,8 +503,8 @@ def train(
         aux_loss_fn.compile()
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent.
     # Two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
-    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else loss_fn
-    ddp_aux_loss = DDP(aux_loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else aux_loss_fn
+    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else loss_fn  # collective
+    ddp_aux_loss = DDP(aux_loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else aux_loss_fn  # collective
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
 
     # storage of one iteration; numpy arrays and torch tensors share memory
@@ -574,8 +576,8 @@ def train(
         dones = terminations | truncations
         learning_rewards = np.sign(rewards) if atari else rewards
         if args.norm_reward:
-            sums = return_moments.sums(discounted_returns(learning_rewards, dones, args.gamma, return_carry))
-            return_moments.merge(world.gather(sums).sum(0))  # collective
+            part = return_moments.part(discounted_returns(learning_rewards, dones, args.gamma, return_carry))
+            return_moments.merge(world.gather(part))  # collective
             learning_rewards = (learning_rewards / return_moments.std).clip(-10, 10)
         b_obs = network_input(obs.reshape(-1, *obs_space.shape))
         b_actions = torch.from_numpy(actions.reshape(-1, *action_shape)).to(device)
@@ -628,7 +630,7 @@ def train(
                 if world.gather([approx_kl]).mean() > args.target_kl * args.num_minibatches:  # collective
                     break
         if args.norm_obs:
-            obs_moments.merge(world.gather(obs_moments.sums(obs)).sum(0))  # collective; last, so that ratios start at 1
+            obs_moments.merge(world.gather(obs_moments.part(obs)))  # collective; last, so that ratios start at 1
 
         stats_sum = update_stats(stats, args.clip_coef)
         update_end = time.perf_counter()
@@ -670,7 +672,8 @@ def train(
         sums |= {"target": targets.sum(), "target^2": (targets**2).sum()}
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
         sums |= dict(zip(AUX_STATS, aux_stats_sum, strict=True)) | {"aux_updates": len(aux_stats)}
-        times["time/aux"] = aux_end - update_end
+        if aux_stats:
+            times["time/aux"] = aux_end - update_end
         total = world.reduce(sums, maxima=times)  # collective
         wall = time.perf_counter() - start_time
         row = {"global_step": global_step, "charts/learning_rate": fraction * args.learning_rate}

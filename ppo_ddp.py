@@ -46,7 +46,7 @@ from common.normalization import RunningMoments, discounted_returns
 class Args:
     # run
     seed: int = 1
-    """seed of everything random; runs with different seeds share no random stream"""
+    """seed of everything random, not negative"""
     total_timesteps: int = 500_000
     """budget in environment transitions, all ranks; the whole iterations that fit are run"""
     run_dir: str | None = None
@@ -82,7 +82,7 @@ class Args:
     num_envs: int = 4
     """parallel environments, all ranks"""
     vectorization: Literal["sync", "async"] = "sync"
-    """one process per rank, or one per environment for slow ones; Atari always uses its native threads"""
+    """async: a process for each environment, those of evaluation too, if slow; Atari always uses its own threads"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -131,6 +131,8 @@ class Args:
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
         for name in ("ent_coef", "vf_coef"):
             require(0 <= getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number of at least 0")
+        require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
+        require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
         require(self.max_grad_norm > 0, "--max-grad-norm", self.max_grad_norm, "a number above 0 (inf: no clipping)")
@@ -235,14 +237,18 @@ class Agent(nn.Module):
 
         On a few rows torch's calls cost five times the arithmetic; made once per rollout.
         """
-        linear = [layer for layer in (*self.trunk.layers, self.actor) if isinstance(layer, nn.Linear)]
-        arrays = [(layer.weight.detach().cpu().numpy().T, layer.bias.detach().cpu().numpy()) for layer in linear]
-        (w1, b1), (w2, b2), (w3, b3) = arrays
-        log_std = None if self.discrete else self.log_std.detach().cpu().numpy()
+        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in self.named_parameters()}
+        names = [f"trunk.layers.{i}" for i, layer in enumerate(self.trunk.layers) if isinstance(layer, nn.Linear)]
+        hidden = [(arrays[f"{name}.weight"].T, arrays[f"{name}.bias"]) for name in names]
+        assert [type(layer) for layer in self.trunk.layers] == [nn.Linear, nn.Tanh] * len(hidden), "update numpy_policy"
+        weight, bias, log_std = arrays["actor.weight"].T, arrays["actor.bias"], arrays.get("log_std")
 
         def policy(obs: np.ndarray) -> np.ndarray:
-            out = np.tanh(np.tanh(obs.astype(w1.dtype, copy=False) @ w1 + b1) @ w2 + b2) @ w3 + b3
-            return out if log_std is None else np.concatenate([out, np.broadcast_to(log_std, out.shape)], -1)
+            out = obs.astype(weight.dtype, copy=False)
+            for w, b in hidden:
+                out = np.tanh(out @ w + b)
+            out = out @ weight + bias
+            return out if self.discrete else np.concatenate([out, np.broadcast_to(log_std, out.shape)], -1)
 
         return policy
 
@@ -426,7 +432,7 @@ def train(
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
     agent = Agent(obs_space, action_space, channels_first=atari).to(device)
     parameters = list(agent.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
@@ -434,7 +440,8 @@ def train(
     if args.compile:
         loss_fn.compile()
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
-    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True, static_graph=True) if world.world_size > 1 else loss_fn
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
 
     # storage of one iteration; numpy arrays and torch tensors share memory
@@ -503,8 +510,8 @@ def train(
         dones = terminations | truncations
         learning_rewards = np.sign(rewards) if atari else rewards
         if args.norm_reward:
-            sums = return_moments.sums(discounted_returns(learning_rewards, dones, args.gamma, return_carry))
-            return_moments.merge(world.gather(sums).sum(0))  # collective
+            part = return_moments.part(discounted_returns(learning_rewards, dones, args.gamma, return_carry))
+            return_moments.merge(world.gather(part))  # collective
             learning_rewards = (learning_rewards / return_moments.std).clip(-10, 10)
         b_obs = network_input(obs.reshape(-1, *obs_space.shape))
         b_actions = torch.from_numpy(actions.reshape(-1, *action_shape)).to(device)
@@ -557,7 +564,7 @@ def train(
                 if world.gather([approx_kl]).mean() > args.target_kl * args.num_minibatches:  # collective
                     break
         if args.norm_obs:
-            obs_moments.merge(world.gather(obs_moments.sums(obs)).sum(0))  # collective; last, so that ratios start at 1
+            obs_moments.merge(world.gather(obs_moments.part(obs)))  # collective; last, so that ratios start at 1
 
         # metrics: sums and counts of all ranks, divided once
         stats_sum = update_stats(stats, args.clip_coef)

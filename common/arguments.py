@@ -26,6 +26,14 @@ def require_divisible(flag: str, value: int, divisor: int, divisor_name: str) ->
         raise BadInput(f"{flag} {value}: must be a multiple of {divisor_name} ({divisor}), such as {nearest}.")
 
 
+def require_divisor(flag: str, value: int, size: int, size_name: str) -> None:
+    """Raise `BadInput` with the nearest valid values unless `value` divides `size`."""
+    if size % value:
+        valid = [d for d in range(1, size + 1) if size % d == 0]
+        nearest = [d for d in valid if d < value][-1:] + [d for d in valid if d > value][:1]
+        raise BadInput(f"{flag} {value}: must divide {size_name} ({size}), such as {' or '.join(map(str, nearest))}.")
+
+
 def crossed(period: int, before: int, now: int) -> bool:
     """True where the step counter reached or passed a multiple of `period` between `before` and `now`; 0 is never."""
     return period > 0 and now // period > before // period

@@ -13,14 +13,15 @@ import gc
 import hashlib
 import multiprocessing
 import os
-import select
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,8 @@ class World:
         self._timeout, self._signum, self._alive = timeout, 0, time.monotonic()
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
+        previous = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         # a thread, because a main thread that waits inside a collective runs no Python signal handler
         watch = threading.Thread(target=self._watch, args=(wake_read,), daemon=True)
         watch.start()
@@ -91,9 +92,9 @@ class World:
             gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(previous)
             faulthandler.cancel_dump_traceback_later()
             os.close(wake_write)  # ends the thread
             watch.join()
@@ -105,10 +106,11 @@ class World:
             store, rank, world_size = next(rendezvous("env://"))
         else:
             store, rank, world_size = dist.HashStore(), 0, 1
-        # NCCL needs a GPU for each rank, on every node; gloo carries the small collectives of CPU tensors in any case
-        own_gpu = self.device.type == "cuda" and torch.cuda.device_count() >= self.local_world_size
-        store.set(f"own_gpu/{rank}", str(int(own_gpu)))
-        everywhere = all(store.get(f"own_gpu/{r}") == b"1" for r in range(world_size))
+        # NCCL needs a GPU for each rank; gloo carries the small collectives of CPU tensors in any case
+        uuid = torch.cuda.get_device_properties(self.device).uuid if self.device.type == "cuda" else "none"
+        store.set(f"gpu/{rank}", f"{socket.gethostname()}/{uuid}")
+        gpus = [store.get(f"gpu/{r}").decode() for r in range(world_size)]
+        everywhere = len(set(gpus)) == world_size and not any(gpu.endswith("/none") for gpu in gpus)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if everywhere else "gloo",
             store=store,
@@ -125,8 +127,7 @@ class World:
         asked = None
         while True:
             deadline = self._alive + self._timeout if asked is None else asked + GRACE
-            ready, _, _ = select.select([wake_read], [], [], max(0.0, deadline - time.monotonic()))
-            if ready:
+            if connection.wait([wake_read], max(0.0, deadline - time.monotonic())):
                 received = os.read(wake_read, 1)
                 if not received:
                     os.close(wake_read)
@@ -232,17 +233,19 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
         main(args)
         return
     except (BadInput, Desync) as error:  # raised alike by all ranks: one of them says it
-        code, agreed = 2 if isinstance(error, BadInput) else 1, True
+        code, agreed = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except SystemExit as error:  # tyro's, or the end after a signal
-        code, agreed = error.code if isinstance(error.code, int) else int(error.code is not None), True
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        agreed = f"rank {rank}: ended with code {code}"
     except BaseException as error:
-        code, agreed = 130 if isinstance(error, KeyboardInterrupt) else 1, False
+        code, agreed = 130 if isinstance(error, KeyboardInterrupt) else 1, ""
         if peer_ended(error):
             print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
         elif code == 1:
             traceback.print_exc()
     if agreed and code in (1, 2) and rank != 0:
-        time.sleep(5)  # torchrun ends all ranks after the first: leave that to the one that has something to say
+        time.sleep(3)  # torchrun ends all ranks after the first to end: leave that to rank 0, which says why
+        print(f"error: {agreed}", file=sys.stderr, flush=True)  # still here: this rank is alone with it
     end_now(code)

@@ -18,7 +18,7 @@ TRAINING, EVALUATION = 0, 1  # seed domains
 
 
 def environment_seeds(seed: int, domain: int, indices: range) -> np.ndarray:
-    """One seed for each global index, derived from (seed, domain, index), so that no two runs share a stream."""
+    """One seed for each global index, derived from (seed, domain, index), so that runs share no streams."""
     words = [np.random.SeedSequence([seed, domain, i]).generate_state(1)[0] for i in indices]
     return np.array(words, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
 
@@ -43,6 +43,9 @@ def make_envs(
     script can use.
     """
     same_step = AutoresetMode.SAME_STEP
+    module, colon, _ = env_id.rpartition(":")
+    if colon and not all(word.isidentifier() for word in module.split(".")):
+        raise BadInput(f"--env-id {env_id}: must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
     try:
         if is_native_atari(env_id):
             import ale_py
@@ -78,6 +81,8 @@ def make_envs(
     fault = None
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
+    elif len(obs_space.shape) == 3 and min(obs_space.shape[:2]) < 3:
+        fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif not isinstance(action_space, action_spaces):
         fault = f"action space {action_space} is not {' or '.join(space.__name__ for space in action_spaces)}"
     elif isinstance(action_space, gym.spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):

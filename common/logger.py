@@ -43,6 +43,7 @@ class Logger:
         if (self.dir / "metrics.csv").exists() or (self.dir / "config.json").exists():
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory.")
         config = {"script": script, "args": dataclasses.asdict(args)} | environment_record(world)
+        existed = self.dir.exists()
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self.file = open(self.dir / "metrics.csv", "x", newline="")
@@ -52,9 +53,11 @@ class Logger:
             self.wandb = self._start_wandb(args, config) if args.track else None
         except BaseException:
             os.remove(self.file.name)
-            self.dir.rmdir()
+            if not existed:
+                self.dir.rmdir()
             raise
         (self.dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        print(f"writing to {self.dir}", flush=True)
         self.writer = csv.writer(self.file, lineterminator="\n")
         self.writer.writerow(self.columns)
         self.file.flush()
@@ -110,9 +113,9 @@ class Logger:
             print(text, flush=True)
 
     def save(self, model: dict[str, Any]) -> None:
-        """Write `model`, a dict of tensors, numbers and strings, to model.pt; it loads with `weights_only=True`."""
+        """Write `model`, tensors (moved to the CPU), numbers and strings, to model.pt; `weights_only=True` loads it."""
         if self.enabled:
-            torch.save(model, self.dir / "model.pt")
+            torch.save(on_cpu(model), self.dir / "model.pt")
 
     def __enter__(self) -> Logger:
         return self
@@ -125,6 +128,13 @@ class Logger:
             print()
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
+
+
+def on_cpu(tree: Any) -> Any:
+    """A nest of dicts with its tensors on the CPU."""
+    if isinstance(tree, dict):
+        return {name: on_cpu(value) for name, value in tree.items()}
+    return tree.cpu() if isinstance(tree, torch.Tensor) else tree
 
 
 def plain(value: Any) -> int | float:

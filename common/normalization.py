@@ -7,27 +7,26 @@ import torch
 
 
 class RunningMoments:
-    """Moments of a stream of arrays of `shape`; equal on all ranks, because only sums over all ranks move them."""
+    """Moments of a stream of arrays of `shape`; equal on all ranks, because only all ranks' parts move them."""
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         self.shape = shape
         self.count, self.mean, self.m2 = 0.0, np.zeros(shape), np.zeros(shape)
 
-    def sums(self, x: np.ndarray) -> np.ndarray:
-        """This rank's part of a batch (n, *shape) -> one packed vector to be summed over the ranks for `merge`.
+    def part(self, x: np.ndarray) -> np.ndarray:
+        """This rank's part of a batch (n, *shape) -> a vector for `gather`: count, mean, squared deviations."""
+        x = x.reshape(-1, *self.shape).astype(np.float64)
+        mean = x.mean(0)
+        return np.concatenate([[len(x)], mean.ravel(), ((x - mean) ** 2).sum(0).ravel()])
 
-        Deviations are taken from the current mean, which all ranks share, so that squares do not cancel.
-        """
-        deviation = x.reshape(-1, *self.shape).astype(np.float64) - self.mean
-        return np.concatenate([[len(deviation)], deviation.sum(0).ravel(), (deviation**2).sum(0).ravel()])
-
-    def merge(self, sums: np.ndarray) -> None:
-        """Add the batch whose `sums`, over all ranks, are given (Chan et al. 1979, the pairwise update)."""
-        count, (first, second) = sums[0], sums[1:].reshape(2, *self.shape)
-        total = self.count + count
-        self.m2 = self.m2 + second - first**2 / count + (first / count) ** 2 * self.count * count / total
-        self.mean = self.mean + first / total
-        self.count = total
+    def merge(self, parts: np.ndarray) -> None:
+        """Add the gathered `parts` (world_size, .) in the order of ranks (Chan et al. 1979: no squares cancel)."""
+        for count, *moments in parts:
+            mean, m2 = np.reshape(moments, (2, *self.shape))
+            total, delta = self.count + count, mean - self.mean
+            self.m2 = self.m2 + m2 + delta**2 * self.count * count / total
+            self.mean = self.mean + delta * count / total
+            self.count = total
 
     @property
     def std(self) -> np.ndarray:

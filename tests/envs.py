@@ -93,6 +93,7 @@ for name, spaces in {
     "DictObs": (gym.spaces.Dict(x=vector), choice),
     "TupleObs": (gym.spaces.Tuple([vector]), choice),
     "MatrixObs": (gym.spaces.Box(-1, 1, (3, 3), np.float32), choice),
+    "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 3), np.float32), choice),
     "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
     "IntBox": (vector, gym.spaces.Box(0, 5, (2,), np.int64)),
 }.items():

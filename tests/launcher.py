@@ -44,6 +44,12 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
             agents.append(self)
 
         module.Agent.__init__ = keep
+    if kind == "refuse" and here:
+
+        def refuse(*args, **kwargs):
+            raise distributed.BadInput("--env-id refused on purpose")
+
+        module.make_envs = refuse
     if kind == "bare":  # the loss computed outside the wrapper
         module.DDP = lambda loss, **_: loss
 

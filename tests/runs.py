@@ -91,23 +91,22 @@ def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "f
     return result
 
 
-def assert_close(a: Run, b: Run, relative: float = 1e-9, absolute: float = 1e-11, rows: int | None = None) -> None:
+def assert_close(a: Run, b: Run, relative: float = 1e-9, absolute: float = 1e-11) -> None:
     """Every metric column and every parameter within |a - b| <= relative max(|a|, |b|) + absolute."""
     assert len(a.rows) == len(b.rows)
-    for number, (row_a, row_b) in enumerate(zip(a.rows[:rows], b.rows[:rows], strict=True)):
+    for number, (row_a, row_b) in enumerate(zip(a.rows, b.rows, strict=True)):
         for name, x in row_a.items():
             y = row_b[name]
             assert (x == "") == (y == ""), f"row {number}: {name}: {x!r} against {y!r}"
             if x:
                 x, y = float(x), float(y)
                 assert abs(x - y) <= relative * max(abs(x), abs(y)) + absolute, f"row {number}: {name}: {x} against {y}"
-    if rows is None:
-        tensors_a, tensors_b = dict(flat(a.model)), dict(flat(b.model))
-        assert tensors_a.keys() == tensors_b.keys() and tensors_a
-        for name, x in tensors_a.items():
-            y = tensors_b[name]
-            gap = (x - y).abs() - relative * torch.maximum(x.abs(), y.abs())
-            assert (gap <= absolute).all(), f"{name}: off by {gap.max()}"
+    tensors_a, tensors_b = dict(flat(a.model)), dict(flat(b.model))
+    assert tensors_a.keys() == tensors_b.keys() and tensors_a
+    for name, x in tensors_a.items():
+        y = tensors_b[name]
+        gap = (x - y).abs() - relative * torch.maximum(x.abs(), y.abs())
+        assert (gap <= absolute).all(), f"{name}: off by {gap.max()}"
 
 
 def flat(tree: dict, prefix: str = ""):

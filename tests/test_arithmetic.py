@@ -134,15 +134,43 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
     moments, seen = RunningMoments((3,)), []
     for size in (5, 50, 7):
         parts = [rng.normal(1e4, 0.1, (size, 3)), rng.normal(1e4 + 1, 2.0, (2 * size, 3))]
-        moments.merge(np.sum([moments.sums(part) for part in parts], axis=0))
+        moments.merge(np.stack([moments.part(part) for part in parts]))
         seen += parts
         whole = np.concatenate(seen)
         np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-12)
-        np.testing.assert_allclose(moments.m2 / moments.count, whole.var(0), rtol=1e-6)
+        np.testing.assert_allclose(moments.m2 / moments.count, whole.var(0), rtol=1e-12)
     np.testing.assert_allclose(
         moments.normalize(whole[:4]), np.clip((whole[:4] - whole.mean(0)) / whole.std(0), -10, 10), rtol=1e-4
     )
     assert RunningMoments((3,)).normalize(np.full((1, 3), 4.0)).tolist() == [[4.0] * 3]
+
+
+@pytest.mark.parametrize("offset, spread", [(95095.906, 0.0), (1e4, 1e-3), (1e6, 1e-2)])
+def test_moments_far_from_zero_are_the_same_however_split(offset, spread):
+    """A constant feature gives no NaN, and 1, 2 or 4 parts give one standard deviation, to 1e-9."""
+    x = offset + spread * np.random.default_rng(0).normal(size=(512, 1))
+    stds = []
+    for size in (1, 2, 4):
+        moments = RunningMoments((1,))
+        moments.merge(np.stack([moments.part(part) for part in np.split(x, size)]))
+        stds.append(moments.std[0])
+    assert stds == pytest.approx([np.sqrt(x.var() + 1e-8)] * 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("space", [DISCRETE, BOX])
+def test_the_numpy_policy_is_the_policy(space, float64):
+    """Also after an update in place; and another activation is refused, not ignored."""
+    agent = ppo_ddp.Agent(VECTOR, space, channels_first=False)
+    obs = torch.randn(5, 3)
+    for _ in range(2):
+        expected = agent.policy(agent.trunk(obs)).detach().numpy()
+        np.testing.assert_allclose(agent.numpy_policy()(obs.numpy()), expected, rtol=1e-12)
+        with torch.no_grad():
+            for parameter in agent.parameters():
+                parameter += 0.1
+    agent.trunk.layers[1] = nn.ReLU()
+    with pytest.raises(AssertionError, match="numpy_policy"):
+        agent.numpy_policy()
 
 
 def test_discounted_returns_by_hand():
@@ -161,7 +189,7 @@ def test_advantages_are_normalised_with_n_minus_1(float64):
     assert normalized[1].tolist() == [0.0] * 4
 
 
-def test_seeds_share_no_stream():
+def test_streams_of_seeds_do_not_overlap():
     streams = [(seed, domain) for seed in range(50) for domain in (TRAINING, EVALUATION)]
     seeds = [int(s) for stream in streams for s in environment_seeds(*stream, range(20))]
     assert len(set(seeds)) == len(seeds) == 2000 and 0 <= min(seeds) and max(seeds) < 2**31

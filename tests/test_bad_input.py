@@ -22,7 +22,7 @@ NAN = math.nan
     + [(name, NAN) for name in ("learning_rate", "gamma", "gae_lambda", "clip_coef", "ent_coef", "vf_coef", "timeout")]
     + [(name, NAN) for name in ("max_grad_norm", "target_kl", "stop_at_return", "adam_eps")]
     + [("gamma", 1.1), ("gae_lambda", -0.1), ("learning_rate", math.inf), ("eval_episodes", 0)]
-    + [("num_minibatches", 3), ("total_timesteps", 511)],
+    + [("num_minibatches", 3), ("total_timesteps", 511), ("seed", 2**63), ("timeout", 1e10)],
 )
 def test_a_value_that_cannot_work_is_refused_by_its_flag(script, field, value):
     flag = "--num-steps" if (field, value) == ("num_minibatches", 3) else "--" + field.replace("_", "-")
@@ -35,7 +35,7 @@ def test_ppg_refuses_a_run_without_an_auxiliary_phase():
         ppg_ddp.Args(total_timesteps=8191)
     ppg_ddp.Args(total_timesteps=8192)
     ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)
-    with pytest.raises(BadInput, match="--num-aux-minibatches 3"):
+    with pytest.raises(BadInput, match="--num-aux-minibatches 3: must divide.*such as 2 or 4[.]"):
         ppg_ddp.Args(num_aux_minibatches=3)
     for field in ("aux_epochs", "n_pi", "num_aux_minibatches", "aux_learning_rate", "beta_clone"):
         with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
@@ -61,6 +61,9 @@ def test_periods_happen_at_or_past_each_multiple():
         ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0"),
         ("--env-id CartPole-v7", "--env-id CartPole-v7"),
         ("--env-id nomodule:Env-v0", "--env-id nomodule:Env-v0"),
+        ("--env-id .envs:Env-v0", "--env-id .envs:Env-v0: must be an id"),
+        ("--env-id :CartPole-v1", "--env-id :CartPole-v1: must be an id"),
+        ("--env-id tests.envs:TinyImage-v0", "smaller than 3 x 3"),
         ("--env-id ALE/NoSuchGame-v5", "--env-id ALE/NoSuchGame-v5"),
         ("--env-id tests.envs:DiscreteObs-v0", "observation space Discrete"),
         ("--env-id tests.envs:DictObs-v0", "observation space Dict"),
@@ -124,6 +127,27 @@ def test_two_ranks_say_it_once(flags, message, env, tmp_path):
     assert said.count(message) == 1, run.err + run.out
     assert f'File "{ROOT}/' not in said, "a traceback of ours"
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_rank_that_is_alone_with_its_fault_says_it(tmp_path):
+    """A package that only one node lacks: that rank's message appears, and nothing waits for the other."""
+    env = {"LOCKSTEP_FAULT": "refuse@1@0"}
+    run = finish(start("ppo_ddp.py", 2, f"--run-dir {tmp_path / 'run'}", True, **env), tmp_path, timeout=20)
+    assert run.code == 1 and run.err.count("rank 1: --env-id refused on purpose") == 1
+
+
+def test_a_refusal_leaves_a_users_directory_alone(tmp_path, monkeypatch):
+    """--track without login into a folder that holds other files, or is empty: refused, and the folder as it was."""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+        if name == "full":
+            (tmp_path / name / "notes").write_text("mine")
+        before = list((tmp_path / name).iterdir())
+        with pytest.raises(BadInput, match="--track"):
+            ppo_ddp.main(ppo_ddp.Args(track=True, run_dir=str(tmp_path / name)))
+        assert list((tmp_path / name).iterdir()) == before
 
 
 def test_plain_python_exits_with_2(tmp_path):

@@ -1,8 +1,11 @@
 """Scripts learn, with every kind of environment and vectorisation that --help offers."""
 
-import psutil
+import gymnasium as gym
+import numpy as np
 import pytest
+import torch
 
+import ppo_ddp
 from runs import assert_close, run
 
 SMALL = "--num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 4 --save-model"
@@ -27,13 +30,10 @@ def test_dots_are_learnt_from_images(script, tmp_path):
 
 
 def test_asynchronous_environments_give_the_same_numbers(tmp_path):
-    """One process per environment or none: the same experiment, and no process left."""
-    before = set(psutil.pids())
+    """One process per environment or none: the same experiment."""
     a = run("ppo_ddp.py", 1, SMALL, tmp_path / "sync")
     b = run("ppo_ddp.py", 2, f"{SMALL} --vectorization async", tmp_path / "async")
     assert_close(a, b)
-    left = [p for p in psutil.process_iter() if p.pid not in before and "launcher.py" in " ".join(p.cmdline())]
-    assert not left
 
 
 def test_shifted_actions(tmp_path):
@@ -44,16 +44,22 @@ def test_shifted_actions(tmp_path):
 
 
 def test_atari_runs_on_two_ranks(tmp_path):
-    """Native Pong, images channels-first, with a lost point no end of the game; steps are exact."""
+    """Native Pong, images channels-first: steps are exact, and the parameters are not those of the start."""
     flags = "--env-id ALE/Pong-v5 --num-envs 4 --num-steps 8 --num-minibatches 2 --total-timesteps 64 --eval-every 0"
     result = run("ppo_ddp.py", 2, f"{flags} --update-epochs 1 --save-model", tmp_path / "run", dtype="float32")
     assert [int(x) for x in result.column("global_step")] == [32, 64]
-    assert result.column("losses/entropy")[0] > 1.7 and result.model["agent"]["trunk.layers.0.weight"].abs().sum() > 0
+    torch.manual_seed(1)
+    torch.randint(2**62, ())  # as `train` draws
+    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    start = ppo_ddp.Agent(space, gym.spaces.Discrete(6), channels_first=True).state_dict()
+    moved = {name: (x - start[name]).abs().max().item() for name, x in result.model["agent"].items()}
+    assert all(0 < distance < 0.01 for distance in moved.values()), moved
 
 
 def test_compiled_losses_give_the_same_numbers(tmp_path):
     """`--compile` changes the speed and, in float64, nothing beyond rounding."""
     flags = SMALL.replace("1024", "256")
     a = run("ppg_ddp.py", 1, f"{flags} --n-pi 2 --aux-epochs 1", tmp_path / "a")
-    b = run("ppg_ddp.py", 1, f"{flags} --n-pi 2 --aux-epochs 1 --compile --timeout 300", tmp_path / "b")
+    b = run("ppg_ddp.py", 1, f"{flags} --n-pi 2 --aux-epochs 1 --compile", tmp_path / "b", TORCH_LOGS="graph_code")
     assert_close(a, b)
+    assert "addmm" in b.err or "linear" in b.err, "nothing was compiled"
