@@ -60,7 +60,7 @@ class Args:
     cuda: bool = True
     """use GPUs where there are any"""
     num_threads: int = 0
-    """torch threads per rank; 0: one, or for large images the cores divided by the local ranks"""
+    """threads per rank, of torch and of Atari; 0: one, or for large images the cores divided by the local ranks"""
     compile: bool = False
     """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
     eval_every: int = 50_000
@@ -397,18 +397,19 @@ def main(args: Args) -> None:
         here = world.here(args.num_envs)
         atari = is_native_atari(args.env_id)
         local_num_envs, spaces = here.stop - here.start, (gym.spaces.Discrete, gym.spaces.Box)
-        envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, world.cores, args.life_loss)
+        threads = args.num_threads or world.cores
+        envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, threads, args.life_loss)
         stack.enter_context(closing(envs))
         if args.norm_obs and len(envs.single_observation_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
         episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
         if args.eval_every and episodes_here:
-            eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization, world.cores)
+            eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization, threads)
             stack.enter_context(closing(eval_envs))
         script = os.path.splitext(os.path.basename(__file__))[0]
         logger = stack.enter_context(Logger(args, script, COLUMNS, world))
         large = is_large(envs.single_observation_space, channels_first=atari)
-        torch.set_num_threads(args.num_threads or (world.cores if large else 1))
+        torch.set_num_threads(threads if large or args.num_threads else 1)
         with world.process_group(args.timeout):
             train(args, world, envs, eval_envs, atari, logger)
 
