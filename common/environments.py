@@ -119,18 +119,18 @@ class EpisodeStatistics:
         self.frames = np.zeros(num_envs, dtype=np.int64)
         self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
 
-    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> None:
-        """Count one vector step: rewards (n,), dones (n,)."""
+    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> np.ndarray:
+        """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
         self.returns += rewards
         self.lengths += 1
         if "episode_frame_number" in infos:
             dones = dones & (infos["episode_frame_number"] < self.frames)
             self.frames[:] = infos["episode_frame_number"]
-        if not dones.any():
-            return
-        for i in np.flatnonzero(dones):
-            self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
-        self.returns[dones], self.lengths[dones] = 0.0, 0
+        if dones.any():
+            for i in np.flatnonzero(dones):
+                self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
+            self.returns[dones], self.lengths[dones] = 0.0, 0
+        return dones
 
     def pop(self) -> dict[str, float]:
         """Sums over the episodes that ended since the last call: their returns, lengths and number."""

@@ -30,6 +30,14 @@ class NotedCartPole(CartPoleEnv):
         super().close()
 
 
+class NoisyCartPole(CartPoleEnv):
+    """Rewards are normal draws, so that no TD error is nearly zero: such a one magnifies rounding in the weights."""
+
+    def step(self, action):
+        obs, _, terminated, truncated, info = super().step(action)
+        return obs, float(self.np_random.normal()), terminated, truncated, info
+
+
 class SlowCartPole(CartPoleEnv):
     """Takes LOCKSTEP_SLEEP seconds a step."""
 
@@ -84,6 +92,7 @@ class Dots(gym.Env):
 vector = gym.spaces.Box(-1, 1, (3,), np.float32)
 choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
+gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)

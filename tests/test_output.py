@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 from runs import ROOT, finish, run, start
 
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py")
+ALL = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp}
 SHORT = "--num-steps 32 --total-timesteps 2048 --eval-every 1000 --eval-episodes 3"
 
 
@@ -108,7 +110,7 @@ def test_a_run_ends_at_a_return(tmp_path):
     assert result.column("global_step")[-1] == 1024 and result.column("eval/episodic_return")[-1] >= 5
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ALL)
 def test_a_copied_script_runs(script, tmp_path):
     """The script and the files its docstring names, alone in a folder, train on two processes."""
     source = (ROOT / script).read_text()
@@ -120,15 +122,17 @@ def test_a_copied_script_runs(script, tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    flags = ["--total-timesteps", "8192", "--num-steps", "64", "--run-dir", "run"]
+    flags = ["--total-timesteps", "8192", "--eval-every", "4096", "--run-dir", "run"]
+    flags += ["--learning-starts", "4000"] if script == "dqn_ddp.py" else ["--num-steps", "64"]
     done = subprocess.run([*launch, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 1 + 32 + 1
+    rows = 9 if script == "dqn_ddp.py" else 32
+    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 1 + rows + 2
 
 
 def test_help_names_every_flag():
     """Each flag has its meaning; the reader of --help meets no empty line."""
-    for script, module in zip(SCRIPTS, (ppo_ddp, ppg_ddp), strict=True):
+    for script, module in ALL.items():
         done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0
         source = (ROOT / script).read_text().split("def __post_init__")[0]

@@ -1,0 +1,229 @@
+"""One replay buffer over all ranks, uniform or prioritised (arXiv:1511.05952); transitions stay where they arose.
+
+Environment-major: each environment has a ring of `buffer_size // num_envs` places, a rank stores the rings of its
+environments, and the ranks' shards one after another are the single buffer of world size 1, place by place. A place has
+a priority: 0 where it may not be sampled yet, 1 where sampling is uniform. A batch is `batch_size` stratified points
+over the priorities of all ranks laid end to end; each rank serves the points that fall into its part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from common.arguments import BadInput
+from common.distributed import World
+
+BLOCK = 128  # places per partial sum of priorities
+
+
+@dataclass
+class Batch:
+    """This rank's b of the batch's rows, in the order of the batch; b differs between ranks and may be 0."""
+
+    places: torch.Tensor  # (b,) their rows in the batch
+    indices: np.ndarray  # (b,) their places in this rank's shard
+    weights: torch.Tensor  # (b,) importance weights; 1 where sampling is uniform
+    obs: torch.Tensor  # (b, *shape)
+    actions: torch.Tensor  # (b,) or (b, d)
+    rewards: torch.Tensor  # (b,) discounted sums over n steps, fewer where the episode ended
+    discounts: torch.Tensor  # (b,) gamma^steps, 0 after a termination: the factor of the bootstrapped value
+    next_obs: torch.Tensor  # (b, *shape) what followed those steps
+
+
+class ReplayBuffer:
+    """Sizes are global. Observations are stored once, as they are, and handed out as the space has them.
+
+    `stack`: where above 1, observations are (stack, height, width), newest frame last; only the newest is stored, and
+    the rest is rebuilt, with zeros before an episode's first frame. `alpha` 0 is uniform sampling.
+    Raises `BadInput` (--buffer-size) where the shards on this machine cannot fit its free memory.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        num_envs: int,
+        world: World,
+        obs_space: gym.spaces.Box,
+        action_shape: tuple[int, ...],
+        action_dtype: np.dtype,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        stack: int = 1,
+        alpha: float = 0.0,
+    ) -> None:
+        here = world.here(num_envs)
+        self.world, self.n_step, self.gamma, self.stack, self.alpha = world, n_step, gamma, stack, alpha
+        self.num_envs, self.envs = num_envs, np.arange(here.stop - here.start)
+        self.capacity = buffer_size // num_envs  # places of one environment
+        self.rows = self.capacity + stack  # of observations: one after the newest, and the oldest's earlier frames
+        self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
+        n, float_dtype = len(self.envs), torch.empty(0).numpy().dtype
+        frame = obs_space.shape[1:] if stack > 1 else obs_space.shape
+        blocks = -(-n * self.capacity // BLOCK)
+        shapes = {
+            "frames": ((n, self.rows, *frame), obs_space.dtype),
+            "first": ((n, self.rows), np.dtype(bool)),  # observations that begin an episode
+            "actions": ((n, self.capacity, *action_shape), np.dtype(action_dtype)),
+            "rewards": ((n, self.capacity), float_dtype),
+            "terminations": ((n, self.capacity), np.dtype(bool)),
+            "truncations": ((n, self.capacity), np.dtype(bool)),
+            "final": ((n, self.capacity), np.dtype(np.int32)),  # 1 + where a truncated episode's last obs is kept
+            "priorities": ((blocks, BLOCK), np.dtype(np.float64)),
+        }
+        self.nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in shapes.values())
+        needed, free = self.nbytes * world.local_world_size / 1e9, free_memory() / 1e9
+        if needed > free:
+            fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
+            raise BadInput(f"--buffer-size {buffer_size}: {fault}; at most {int(buffer_size * free / needed)} fit.")
+        for name, (shape, dtype) in shapes.items():
+            setattr(self, name, np.zeros(shape, dtype))
+        self.final_obs = np.zeros((16, *obs_space.shape), obs_space.dtype)  # grows
+        self.free_finals = list(range(16))
+        self.block_sums, self.block_minima = np.zeros(blocks), np.full(blocks, np.inf)
+        self.count, self.touched = 0, []  # places that may be sampled; priorities changed since the last sample
+        self.largest = self.new_priority = 1.0  # seen on this rank; on any rank at the last gather
+
+    def __len__(self) -> int:
+        """Transitions stored on all ranks."""
+        return min(self.time, self.capacity) * self.num_envs
+
+    def start(self, obs: np.ndarray) -> None:
+        """The observations (n, *shape) of the first reset."""
+        self.frames[:, 0], self.first[:, 0] = obs[:, -1] if self.stack > 1 else obs, True
+
+    def add(
+        self,
+        actions: np.ndarray,  # (n,) or (n, d)
+        rewards: np.ndarray,  # (n,), and so all below but next_obs
+        terminations: np.ndarray,
+        truncations: np.ndarray,
+        next_obs: np.ndarray,  # (n, *shape): after a reset, the new episode's
+        infos: dict,  # with `final_obs` of truncated episodes
+        resets: np.ndarray,  # where next_obs begins an episode: not at a lost life
+    ) -> None:
+        """Store one vector step of this rank's environments over the oldest."""
+        place, dones = self.time % self.capacity, terminations | truncations
+        self.free_finals += [kept - 1 for kept in self.final[:, place] if kept]
+        self.final[:, place] = 0
+        for i in np.flatnonzero(truncations & ~terminations):
+            if not self.free_finals:
+                self.free_finals = list(range(len(self.final_obs), 2 * len(self.final_obs)))
+                self.final_obs = np.concatenate([self.final_obs, np.zeros_like(self.final_obs)])
+            kept = self.free_finals.pop()
+            self.final_obs[kept], self.final[i, place] = infos["final_obs"][i], kept + 1
+        self.actions[:, place], self.rewards[:, place] = actions, rewards
+        self.terminations[:, place], self.truncations[:, place] = terminations, truncations
+        self.time += 1
+        row = self.time % self.rows
+        self.frames[:, row], self.first[:, row] = next_obs[:, -1] if self.stack > 1 else next_obs, resets
+
+        # the new place may be sampled once its n steps are there; an end completes all that wait
+        self._set_priorities(self.envs * self.capacity + place, 0.0)
+        for age in range(1, min(self.n_step, self.time) + 1):
+            waiting = self.envs * self.capacity + (self.time - age) % self.capacity
+            if age < self.n_step:
+                waiting = waiting[dones & (self.priorities.ravel()[waiting] == 0.0)]
+            else:
+                waiting = waiting[self.priorities.ravel()[waiting] == 0.0]
+            self._set_priorities(waiting, self.new_priority)
+
+    def _set_priorities(self, indices: np.ndarray, values: np.ndarray | float) -> None:
+        flat = self.priorities.reshape(-1)
+        self.count -= np.count_nonzero(flat[indices])
+        flat[indices] = values
+        self.count += np.count_nonzero(flat[indices])
+        self.touched.append(indices // BLOCK)
+
+    def sample(self, batch_size: int, generator: torch.Generator, device: torch.device, beta: float = 1.0) -> Batch:
+        """This rank's part of `batch_size` stratified draws from the buffer of all ranks.
+
+        Weights are (count p / sum p)^-beta over the largest such weight in the buffer. Every rank must call.
+        """
+        if self.touched:
+            blocks = np.unique(np.concatenate(self.touched))
+            self.touched, parts = [], self.priorities[blocks]
+            self.block_sums[blocks] = parts.sum(1)
+            self.block_minima[blocks] = np.where(parts > 0, parts, np.inf).min(1)
+        block_ends = self.block_sums.cumsum()
+        smallest = self.block_minima.min()
+        if self.alpha == 0.0 and self.n_step == 1:  # known from the counters
+            masses = np.full(self.world.world_size, float(len(self) // self.world.world_size))
+        else:
+            table = self.world.gather([block_ends[-1], smallest, self.largest])  # collective
+            masses, smallest, self.new_priority = table[:, 0], table[:, 1].min(), table[:, 2].max()
+        rank_ends = masses.cumsum()
+        draws = torch.rand(batch_size, generator=generator, dtype=torch.float64).numpy()
+        points = (np.arange(batch_size) + draws) / batch_size * rank_ends[-1]
+        points = np.minimum(points, np.nextafter(rank_ends[-1], 0))
+        places = np.flatnonzero(np.searchsorted(rank_ends, points, side="right") == self.world.rank)
+        targets = points[places] - (rank_ends[self.world.rank] - masses[self.world.rank])
+
+        # the block that a point falls into, then its place there; roundings stay inside
+        targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
+        blocks = np.searchsorted(block_ends, targets, side="right")
+        ends = self.priorities[blocks].cumsum(1)
+        targets = (targets - (block_ends[blocks] - self.block_sums[blocks])).clip(0.0)
+        targets = np.minimum(targets, np.nextafter(ends[:, -1], 0))
+        indices = blocks * BLOCK + (ends <= targets[:, None]).sum(1)
+        weights = (self.priorities.reshape(-1)[indices] / smallest) ** -beta if len(indices) else np.zeros(0)
+
+        # n-step returns, which stop at an end
+        env, place = np.divmod(indices, self.capacity)
+        time = self.time - 1 - (self.time - 1 - place) % self.capacity
+        rewards, running, last = np.zeros(len(env)), np.ones(len(env), bool), time
+        for k in range(self.n_step):
+            at = (time + k) % self.capacity
+            rewards += np.where(running, self.gamma**k * self.rewards[env, at], 0.0)
+            last = np.where(running, time + k, last)
+            running &= ~(self.terminations[env, at] | self.truncations[env, at])
+        terminated, kept = self.terminations[env, last % self.capacity], self.final[env, last % self.capacity]
+        discounts = np.where(terminated, 0.0, self.gamma ** (last - time + 1.0))
+        next_obs = self._observations(env, last + 1)
+        next_obs[kept > 0] = self.final_obs[kept[kept > 0] - 1]
+
+        def tensor(x: np.ndarray) -> torch.Tensor:
+            x = torch.from_numpy(x)
+            return x.to(device, torch.get_default_dtype() if x.dtype == torch.float64 else x.dtype)
+
+        obs, actions = torch.from_numpy(self._observations(env, time)), torch.from_numpy(self.actions[env, place])
+        return Batch(
+            torch.from_numpy(places),
+            indices,
+            tensor(weights),
+            obs.to(device),
+            actions.to(device),
+            tensor(rewards),
+            tensor(discounts),
+            torch.from_numpy(next_obs).to(device),
+        )
+
+    def _observations(self, env: np.ndarray, time: np.ndarray) -> np.ndarray:
+        """Observations of environments `env` (b,) at vector steps `time` (b,) -> (b, *shape), a copy."""
+        if self.stack == 1:
+            return self.frames[env, time % self.rows]
+        rows = (time[:, None] + np.arange(1 - self.stack, 1)) % self.rows  # (b, stack), oldest first
+        starts = self.first[env[:, None], rows[:, 1:]]  # what is before an episode's first frame is not of it
+        known = ~np.logical_or.accumulate(starts[:, ::-1], 1)[:, ::-1]
+        frames = self.frames[env[:, None], rows]
+        frames[:, :-1][~known] = 0
+        return frames
+
+    def update_priorities(self, indices: np.ndarray, td_errors: torch.Tensor) -> None:
+        """New priorities (|td_error| + 1e-6)^alpha of the places that `sample` drew on this rank."""
+        if len(indices):
+            values = (np.abs(td_errors.detach().double().cpu().numpy()) + 1e-6) ** self.alpha
+            self._set_priorities(indices, values)
+            self.largest = max(self.largest, float(values.max()))
+
+
+def free_memory() -> float:
+    """Bytes of main memory that can be had; infinite where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")

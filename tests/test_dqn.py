@@ -1,0 +1,91 @@
+"""DQN: its targets by hand, the same experiment at every world size, and unequal shares of a batch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dqn_ddp
+from common.arguments import BadInput
+from runs import ROOT, assert_close, run
+
+FLAGS = "--env-id tests.envs:NoisyCartPole-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
+FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
+FLAGS += " --check-sync-every 400 --target-network-frequency 100 --learning-rate 1e-3"
+
+
+@pytest.mark.parametrize("extra", ["", "--prioritized --n-step 3 --double-q --dueling --tau 0.5"])
+def test_every_metric_and_parameter_is_equal_at_every_world_size(extra, tmp_path):
+    """C1 in float64: 210 gradient steps, the buffer wrapping round, truncations; uniform and prioritised, 1e-9."""
+    alone = run("dqn_ddp.py", 1, f"{FLAGS} {extra}", tmp_path / "1")
+    assert len(alone.column("losses/td_loss")) == 9 and len(alone.column("eval/episodic_return")) == 3
+    assert max(alone.column("charts/episodic_length")) == 10.0, "no row had only truncated episodes"
+    for size in (2, 4):
+        assert_close(alone, run("dqn_ddp.py", size, f"{FLAGS} {extra}", tmp_path / str(size)))
+
+
+def test_targets_by_hand():
+    """Rewards 1 and 2, discounts 0.5 and 0: the target network's best, and its value of the online network's best."""
+    rewards, discounts = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
+    target_q, online_q = torch.tensor([[4.0, 8.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    assert dqn_ddp.compute_td_target(rewards, discounts, target_q, None).tolist() == [5.0, 2.0]
+    assert dqn_ddp.compute_td_target(rewards, discounts, target_q, online_q).tolist() == [3.0, 2.0]
+
+
+def test_dueling_values_by_hand():
+    """The state's value plus advantages less their mean; and acting in numpy is acting in torch."""
+    space = dqn_ddp.gym.spaces.Box(-1, 1, (3,), dqn_ddp.np.float32)
+    for dueling in (False, True):
+        network, obs = dqn_ddp.QNetwork(space, 4, False, dueling), torch.randn(6, 3)
+        features = network.trunk(obs)
+        q = network.head(features)
+        if dueling:
+            q = network.value_head(features) + q - (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
+        torch.testing.assert_close(network(obs), q)
+        assert network.numpy_greedy()(obs.numpy()).tolist() == q.argmax(1).tolist()
+
+
+def test_unequal_shares_give_the_gradient_of_the_whole(tmp_path):
+    """Two ranks, one of them with none of the batch, and one with 3 of 8 rows: one process's gradient, to 1e-12."""
+    program = tmp_path / "shares.py"
+    program.write_text(
+        "import sys, numpy as np, torch, dqn_ddp\n"
+        "from dqn_ddp import DDP, QNetwork, TDLoss, World, gym\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "def main(world):\n"
+        "    for rows in ([8, 0], [3, 5]):\n"
+        "        torch.manual_seed(0)\n"
+        "        network = QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, False, True)\n"
+        "        batch = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)\n"
+        "        TDLoss(network, False, 1 / 8)(*batch)[0].backward()\n"
+        "        whole = [p.grad.clone() for p in network.parameters()]\n"
+        "        part = [x.split(rows)[world.rank] for x in batch]\n"
+        "        network.zero_grad(set_to_none=True)\n"
+        "        loss = DDP(TDLoss(network, False, 2 / 8), static_graph=True)\n"
+        "        loss(*part)[0].backward()\n"
+        "        for p, g in zip(network.parameters(), whole):\n"
+        "            torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)\n"
+        "world = World(cuda=False)\n"
+        "with world.process_group(60):\n"
+        "    main(world)\n"
+        "print('equal on rank', world.rank)\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "equal on rank 0" in done.stdout and "equal on rank 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [(name, 0) for name in ("buffer_size", "batch_size", "train_frequency", "target_network_frequency", "n_step")]
+    + [(name, -1) for name in ("learning_starts", "log_every")]
+    + [(name, float("nan")) for name in ("tau", "gamma", "start_e", "end_e", "exploration_fraction", "per_alpha")]
+    + [("per_beta", 1.5), ("buffer_size", 10_001), ("total_timesteps", 10_007), ("max_grad_norm", 0.0)],
+)
+def test_a_value_that_cannot_work_is_refused_by_its_flag(field, value):
+    with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
+        dqn_ddp.Args(**{field: value})

@@ -1,0 +1,200 @@
+"""One replay buffer over all ranks: the same draws, whatever the number of shards; n-step returns and frame stacks."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import common.replay
+from common.arguments import BadInput
+from common.replay import ReplayBuffer
+
+VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+CPU = torch.device("cpu")
+
+
+class FakeWorld:
+    """A rank of a world that lives in this process: `gather` returns what the test has collected of all ranks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.local_world_size, self.table = rank, world_size, 1, None
+
+    def here(self, num: int) -> slice:
+        return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
+
+    def gather(self, values):
+        if self.table is None:
+            raise Waiting(np.array(values, dtype=np.float64))
+        return self.table
+
+
+class Waiting(Exception):
+    pass
+
+
+def shards(world_size: int, **settings) -> list[ReplayBuffer]:
+    defaults = {"buffer_size": 64, "num_envs": 4, "obs_space": VECTOR, "action_shape": (), "action_dtype": np.int64}
+    buffers = [ReplayBuffer(world=FakeWorld(r, world_size), **defaults | settings) for r in range(world_size)]
+    for buffer in buffers:
+        buffer.start(np.zeros((len(buffer.envs), 2)))
+    return buffers
+
+
+def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: float = 0.5) -> list:
+    """`sample` on every rank, each with the generator of the same seed, with the collective played by hand."""
+    rows = []
+    for buffer in buffers:
+        buffer.world.table = None
+        try:
+            buffer.sample(batch_size, torch.Generator().manual_seed(seed), CPU, beta)
+        except Waiting as waiting:
+            rows.append(waiting.args[0])
+    for buffer in buffers:
+        buffer.world.table = np.array(rows)
+    return [buffer.sample(batch_size, torch.Generator().manual_seed(seed), CPU, beta) for buffer in buffers]
+
+
+def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.1) -> None:
+    """Random transitions, the same ones for the same environment whatever the shards."""
+    rng, n = np.random.default_rng(seed), buffers[0].num_envs
+    for _ in range(steps):
+        actions, rewards, next_obs = rng.integers(0, 9, n), rng.normal(size=n), rng.normal(size=(n, 2))
+        terminations, truncations, final_obs = rng.random(n) < end, rng.random(n) < end, rng.normal(size=(n, 2))
+        for buffer in buffers:
+            e = buffer.world.here(n)
+            ends, infos = terminations[e] | truncations[e], {"final_obs": final_obs[e]}
+            buffer.add(actions[e], rewards[e], terminations[e], truncations[e], next_obs[e], infos, ends)
+
+
+@pytest.mark.parametrize("alpha, n_step", [(0.0, 1), (0.0, 3), (0.6, 1), (0.6, 3)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shards_are_one_buffer(alpha, n_step, world_size):
+    """Place by place; and draw after draw, with updates between, the same global indices, weights and transitions.
+
+    Priorities drift apart; in the last draws the last rank holds nearly all the mass, and the first holds none.
+    """
+    whole, parts = shards(1, alpha=alpha, n_step=n_step), shards(world_size, alpha=alpha, n_step=n_step)
+    local = 64 // world_size
+    for draw in range(25):
+        if draw < 20:
+            fill(whole, 3, seed=draw)
+            fill(parts, 3, seed=draw)
+        elif alpha:
+            mass = np.where(np.arange(64) < local, 0.0, np.where(np.arange(64) < 64 - local, 1e-6, 1.0))
+            for buffer, values in zip([*whole, *parts], [mass, *np.split(mass, world_size)], strict=True):
+                buffer._set_priorities(np.arange(len(values)), values)
+        for name in ("actions", "rewards", "terminations", "truncations", "frames"):
+            pieces = np.concatenate([getattr(part, name) for part in parts])
+            np.testing.assert_array_equal(pieces, getattr(whole[0], name))
+        pieces = np.concatenate([part.priorities.reshape(-1)[:local] for part in parts])
+        np.testing.assert_allclose(pieces, whole[0].priorities.reshape(-1)[:64], rtol=1e-12)
+        (one,), many = sample_all(whole, 16, draw), sample_all(parts, 16, draw)
+        places = np.concatenate([batch.places for batch in many])
+        assert places.tolist() == list(range(16)), "every row of the batch is served by exactly one rank, in order"
+        indices = np.concatenate([batch.indices + r * local for r, batch in enumerate(many)])
+        assert indices.tolist() == one.indices.tolist()
+        for name in ("weights", "obs", "actions", "rewards", "discounts", "next_obs"):
+            torch.testing.assert_close(torch.cat([getattr(batch, name) for batch in many]), getattr(one, name))
+        if alpha:
+            errors = torch.from_numpy(10.0 ** (indices % 5 - 4.0) * (1 + indices % 7))
+            whole[0].update_priorities(one.indices, errors)
+            for batch, part, error in zip(many, parts, errors.split([len(b.indices) for b in many]), strict=True):
+                part.update_priorities(batch.indices, error)
+    if alpha:
+        assert len(many[0].indices) == 0 and len(many[-1].indices) >= 14
+
+
+def test_the_length_is_that_of_all_ranks():
+    buffers = shards(4, buffer_size=20_000)
+    fill(buffers, 2500)
+    assert [len(buffer) for buffer in buffers] == [10_000] * 4
+    fill(buffers, 3000)
+    assert [len(buffer) for buffer in buffers] == [20_000] * 4
+
+
+def test_frequencies_follow_priorities():
+    """In the long run a place is drawn in proportion to its priority; weights undo that at beta 1."""
+    (buffer,) = shards(1, alpha=1.0)
+    fill([buffer], 16)
+    buffer.update_priorities(np.arange(64), torch.arange(64, dtype=torch.float64))
+    counts = np.zeros(64)
+    for seed in range(3000):
+        (batch,) = sample_all([buffer], 4, seed, beta=1.0)
+        np.add.at(counts, batch.indices, 1)
+    expected = 12_000 * np.arange(64) / np.arange(64).sum()
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected + 1)).all() and counts[0] == 0
+    priorities = batch.indices + 1e-6
+    np.testing.assert_allclose(batch.weights, 1e-6 / priorities, rtol=1e-5)  # over the largest: 1, of priority 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), n_step=st.integers(1, 4), capacity=st.integers(4, 9), stack=st.sampled_from([1, 3]))
+def test_against_a_slow_reference(data, n_step, capacity, stack):
+    """Every place that may be sampled, and only those, with n-step return, discount, stack and bootstrap observation.
+
+    Random episodes: shorter than n and than the stack, terminated, truncated, lives lost, and wrapping round.
+    """
+    gamma, obs_shape = 0.9, (stack, 1, 1) if stack > 1 else (1,)
+    space = gym.spaces.Box(0, 255, obs_shape, np.int64)
+    ends = data.draw(st.lists(st.sampled_from("....lTtb"), min_size=1, max_size=30))
+    buffer = ReplayBuffer(capacity, 1, FakeWorld(0, 1), space, (), np.int64, n_step, gamma, stack)
+    history, frame, window = [], 1, [0] * (stack - 1) + [1]
+
+    def obs(frames):
+        return np.array(frames[-stack:]).reshape(1, *obs_shape)
+
+    buffer.start(obs(window))
+    for step, end in enumerate(ends):
+        before, frame = list(window), frame + 1
+        final = [*window, frame][-stack:]
+        terminated, truncated, reset = end in "lTb", end in "tb", end in "Ttb"  # l: a life lost, the game goes on
+        if reset:
+            frame += 1
+            window = [0] * (stack - 1) + [frame]
+        else:
+            window = final
+        reward = float(step + 1)
+        history.append((before, reward, terminated, truncated, final, list(window)))
+        infos = {"final_obs": obs(final)}
+        flags = [np.array([flag]) for flag in (terminated, truncated)]
+        buffer.add(np.array([step]), np.array([reward]), *flags, obs(window), infos, np.array([reset]))
+
+    expected = {}
+    for t in range(max(0, len(history) - capacity), len(history)):
+        total, discount, after = 0.0, 1.0, None
+        for k in range(n_step):
+            if t + k >= len(history):
+                break
+            _, reward, terminated, truncated, final, following = history[t + k]
+            total, discount = total + gamma**k * reward, gamma ** (k + 1)
+            if terminated or truncated:
+                after = final
+                discount = 0.0 if terminated else discount
+                break
+            if k == n_step - 1:
+                after = following
+        if after is not None:
+            expected[t % capacity] = (history[t][0], t, total, discount, after)
+    places = set(np.flatnonzero(buffer.priorities.reshape(-1)))
+    assert places == set(expected) and buffer.count == len(expected)
+    if not expected:
+        return
+    for seed in range(3):
+        (batch,) = sample_all([buffer], 8, seed)
+        for i, place in enumerate(batch.indices):
+            first, t, total, discount, after = expected[place]
+            assert batch.obs[i].flatten().tolist() == first[-stack:] and batch.actions[i] == t
+            assert batch.rewards[i].item() == pytest.approx(total) and batch.discounts[i].item() == pytest.approx(
+                discount
+            )
+            if discount:
+                assert batch.next_obs[i].flatten().tolist() == after
+
+
+def test_a_buffer_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(common.replay, "free_memory", lambda: 1e9)
+    atari = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    with pytest.raises(BadInput, match=r"--buffer-size 1000000: needs 7\.1 GB .*, of which 1\.0 GB are free"):
+        ReplayBuffer(1_000_000, 8, FakeWorld(0, 1), atari, (), np.int64, stack=4)
