@@ -82,11 +82,13 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", **env: str) -> Run:
+def run(
+    script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", within: float = 240, **env: str
+) -> Run:
     """Run to the end through the launcher and expect success."""
     flags = f"{flags} --timeout 60 --run-dir {run_dir}"
     process = start(script, world_size, flags, True, LOCKSTEP_DTYPE=dtype, **env)
-    result = finish(process, run_dir)
+    result = finish(process, run_dir, within)
     assert result.code == 0, result.err
     return result
 
