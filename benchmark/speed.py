@@ -25,7 +25,7 @@ import tyro
 ROOT = Path(__file__).parent.parent
 PEER = ROOT / "benchmark" / ".peer"
 BREAKOUT = "--env-id ALE/Breakout-v5 --clip-coef 0.1 --num-envs"
-QUIET = "--eval-every 0 --check-sync-every 0"
+QUIET = "--eval-every 0 --check-sync-every 0 --no-norm-reward"
 
 
 @dataclass

@@ -106,7 +106,7 @@ def test_without_auxiliary_phases_it_is_ppo(world_size, tmp_path):
     for name in ("learning_rate", "update_epochs", "adam_eps", "norm_adv", "gamma"):
         flags += f" --{name.replace('_', '-')} {getattr(ppo, name)}"
     a = run("ppo_ddp.py", world_size, flags, tmp_path / "ppo", dtype="float32")
-    flags += " --aux-epochs 0 --no-norm-reward --clip-vloss"
+    flags += " --aux-epochs 0 --clip-vloss"
     b = run("ppg_ddp.py", world_size, flags, tmp_path / "ppg", dtype="float32")
     shared = a.rows[0].keys()
     assert a.rows == [{name: row[name] for name in shared} for row in b.rows]
