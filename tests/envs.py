@@ -66,17 +66,15 @@ def shifted():
 
 
 class Dots(gym.Env):
-    """A 10 x 10 x 2 boolean image or an 84 x 84 x 3 one of bytes; acting on the dot's side gives 1; 20 steps long."""
+    """A 10 x 10 x 2 boolean image, one half lit; acting on that side gives 1. 20 steps long."""
 
-    def __init__(self, large=False):
-        shape, self.large = ((84, 84, 3) if large else (10, 10, 2)), large
-        self.observation_space = gym.spaces.Box(0, 255 if large else 1, shape, np.uint8 if large else np.bool_)
+    def __init__(self):
+        self.observation_space = gym.spaces.Box(0, 1, (10, 10, 2), np.bool_)
         self.action_space = gym.spaces.Discrete(2)
 
     def draw(self):
-        self.side, obs = int(self.np_random.integers(2)), np.zeros_like(self.observation_space.low)
-        half = obs.shape[1] // 2
-        obs[:, half * self.side : half * (self.side + 1)] = 255 if self.large else 1
+        self.side, obs = int(self.np_random.integers(2)), np.zeros((10, 10, 2), np.bool_)
+        obs[:, 5 * self.side : 5 * (self.side + 1)] = True
         return obs
 
     def reset(self, *, seed=None, options=None):
@@ -96,7 +94,6 @@ gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
-gym.register("LargeDots-v0", Dots, kwargs={"large": True})
 for name, spaces in {
     "DiscreteObs": (choice, choice),
     "DictObs": (gym.spaces.Dict(x=vector), choice),

@@ -101,7 +101,7 @@ def test_the_gradient_of_an_auxiliary_minibatch_by_hand():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_auxiliary_phases_it_is_ppo(world_size, tmp_path):
     """`--aux-epochs 0` with PPO's flags: metrics and parameters bit for bit, on CartPole."""
-    flags = "--total-timesteps 5120 --save-model --eval-every 2000"
+    flags = "--total-timesteps 2560 --save-model --eval-every 1000"
     ppo = ppo_ddp.Args()
     for name in ("learning_rate", "update_epochs", "adam_eps", "norm_adv", "gamma"):
         flags += f" --{name.replace('_', '-')} {getattr(ppo, name)}"
@@ -127,10 +127,9 @@ def test_soak(world_size, tmp_path):
 
 
 def test_images_train_and_agree_over_ranks(tmp_path):
-    """Two convolutional trunks, bytes and booleans in storage: equal at world sizes 1 and 2 in float64."""
-    sizes = "--num-envs 4 --num-steps 8 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 2 --save-model --eval-every 0"
-    for env_id, steps in (("Dots-v0", 8 * 32), ("LargeDots-v0", 2 * 32)):
-        flags = f"--env-id tests.envs:{env_id} {sizes} --total-timesteps {steps}"
-        a, b = (run("ppg_ddp.py", size, flags, tmp_path / f"{env_id}{size}") for size in (1, 2))
-        assert len(a.column("losses/aux/kl_loss")) == steps // 64
-        assert_close(a, b)
+    """Two convolutional trunks, booleans in storage: equal at world sizes 1 and 2 in float64."""
+    flags = "--env-id tests.envs:Dots-v0 --num-envs 4 --num-steps 8 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 2"
+    flags += " --total-timesteps 128 --save-model --eval-every 0"
+    a, b = (run("ppg_ddp.py", size, flags, tmp_path / str(size)) for size in (1, 2))
+    assert len(a.column("losses/aux/kl_loss")) == 2
+    assert_close(a, b)

@@ -19,8 +19,8 @@ PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
     "script, flags, sizes",
     [
         ("ppo_ddp.py", CARTPOLE, (2, 3, 4)),
-        ("ppo_ddp.py", PENDULUM, (2, 4)),
-        ("ppg_ddp.py", f"{CARTPOLE} {PHASES}", (2, 4)),
+        ("ppo_ddp.py", PENDULUM, (4,)),
+        ("ppg_ddp.py", f"{CARTPOLE} {PHASES}", (4,)),
         ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch", (2, 3, 4)),
     ],
 )
@@ -59,7 +59,7 @@ def test_the_same_command_gives_the_same_bytes(script, tmp_path):
 
 def test_environments_are_divided(tmp_path):
     """Each environment, known by its seed, is stepped on exactly one rank, in that rank's block."""
-    for size in (1, 2, 4):
+    for size in (2, 4):
         notes = tmp_path / f"notes{size}"
         notes.mkdir()
         flags = f"--env-id tests.envs:ShortCartPole-v0 {SIZES} --total-timesteps 576 --eval-every 500 --eval-episodes 5"
