@@ -387,7 +387,7 @@ def train(
 
         # update
         update_start = time.perf_counter()
-        if global_step > args.learning_starts:
+        if global_step > max(args.learning_starts, args.num_envs * args.n_step):  # something can be sampled
             for _ in range(global_step // args.train_frequency - before // args.train_frequency):
                 beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
                 data = rb.sample(args.batch_size, generator, device, beta)  # collective
