@@ -62,8 +62,6 @@ class Args:
     """use GPUs where there are any"""
     num_threads: int = 0
     """threads per rank, of torch and of Atari; 0: one, or for large images the cores divided by the local ranks"""
-    compile: bool = False
-    """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
     eval_every: int = 50_000
     """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
     eval_episodes: int = 20
@@ -139,10 +137,9 @@ class Args:
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
         require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
         require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
-        for name in ("gamma", "start_e", "end_e", "exploration_fraction", "per_beta"):
+        for name in ("gamma", "start_e", "end_e", "exploration_fraction", "per_alpha", "per_beta"):
             require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
-        for name in ("tau", "per_alpha"):
-            require(0 < getattr(self, name) <= 1, flag(name), getattr(self, name), "a number above 0, at most 1")
+        require(0 < self.tau <= 1, "--tau", self.tau, "a number above 0, at most 1")
         require(self.max_grad_norm > 0, "--max-grad-norm", self.max_grad_norm, "a number above 0 (inf: no clipping)")
         if self.stop_at_return is not None:
             require(self.stop_at_return > -math.inf, "--stop-at-return", self.stop_at_return, "a number")
@@ -150,7 +147,8 @@ class Args:
         require_divisible("--buffer-size", self.buffer_size, self.num_envs, "--num-envs")
         smallest = self.num_envs * self.n_step
         require(self.buffer_size >= smallest, "--buffer-size", self.buffer_size, f"at least {smallest} with --n-step")
-        first = max(self.learning_starts, self.num_envs * self.n_step) + self.train_frequency
+        start = max(self.learning_starts, self.num_envs * self.n_step) // self.num_envs * self.num_envs
+        first = -(-(start // self.train_frequency + 1) * self.train_frequency // self.num_envs) * self.num_envs
         needed = f"at least {first}, which has a gradient step (--learning-starts {self.learning_starts})"
         require(self.total_timesteps >= first, "--total-timesteps", self.total_timesteps, needed)
 
@@ -352,8 +350,6 @@ def train(
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
     loss_fn = TDLoss(q_network, args.loss == "huber", world.world_size / args.batch_size)
-    if args.compile:
-        loss_fn.compile(dynamic=True)
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective

@@ -5,7 +5,7 @@ import time
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.classic_control import CartPoleEnv, PendulumEnv
 
 
 class NotedCartPole(CartPoleEnv):
@@ -32,6 +32,14 @@ class NotedCartPole(CartPoleEnv):
 
 class NoisyCartPole(CartPoleEnv):
     """Rewards are normal draws, so that no TD error is nearly zero: such a one magnifies rounding in the weights."""
+
+    def step(self, action):
+        obs, _, terminated, truncated, info = super().step(action)
+        return obs, float(self.np_random.normal()), terminated, truncated, info
+
+
+class NoisyPendulum(PendulumEnv):
+    """The same with continuous actions."""
 
     def step(self, action):
         obs, _, terminated, truncated, info = super().step(action)
@@ -91,6 +99,7 @@ vector = gym.spaces.Box(-1, 1, (3,), np.float32)
 choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
 gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
+gym.register("NoisyPendulum-v0", NoisyPendulum, max_episode_steps=10)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
@@ -101,6 +110,8 @@ for name, spaces in {
     "MatrixObs": (gym.spaces.Box(-1, 1, (3, 3), np.float32), choice),
     "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 3), np.float32), choice),
     "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
+    "OpenBox": (vector, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)),
+    "ImageBox": (gym.spaces.Box(0, 1, (9, 9, 3), np.float32), vector),
     "IntBox": (vector, gym.spaces.Box(0, 5, (2,), np.int64)),
 }.items():
     gym.register(f"{name}-v0", Odd, kwargs={"observation_space": spaces[0], "action_space": spaces[1]})

@@ -1,0 +1,485 @@
+"""Soft Actor-Critic (arXiv:1812.05905) over one replay buffer of all ranks, the same at any number of processes (DDP).
+
+    python sac_ddp.py --env-id Pendulum-v1 --total-timesteps 20000
+    torchrun --nproc_per_node=2 sac_ddp.py --env-id HalfCheetah-v5
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 sac_ddp.py --num-envs 8
+
+To use it in a project of your own, copy this file and
+    common/arguments.py common/distributed.py common/environments.py common/evaluation.py common/logger.py
+    common/replay.py
+
+Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay arXiv:1511.05952):
+1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
+2. One buffer over all ranks, sampled by stratified points; each rank serves what it holds, and the losses are weighted
+   so that DDP's mean over ranks is the mean over the batch. Noise belongs to the place in the batch.
+3. Truncation bootstraps from the value of the last observation, termination does not.
+4. Actor and temperature learn from the same sample, in one backward pass and so one reduction (as Stable-Baselines3).
+5. The log-determinant of tanh is computed in its stable form, without an epsilon.
+6. Logged losses are means over all gradient steps since the last row.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from common.arguments import BadInput, crossed, flag, require, require_divisible
+from common.distributed import World, launch
+from common.environments import TRAINING, EpisodeStatistics, environment_seeds, make_envs, reset
+from common.evaluation import evaluate, evaluation_here
+from common.logger import Logger
+from common.replay import ReplayBuffer
+
+
+@dataclass
+class Args:
+    # run
+    seed: int = 1
+    """seed of everything random, not negative"""
+    total_timesteps: int = 1_000_000
+    """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
+    run_dir: str | None = None
+    """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
+    track: bool = False
+    """log to Weights & Biases too (offline with WANDB_MODE=offline)"""
+    wandb_project_name: str = "lockstep"
+    """wandb's project"""
+    wandb_entity: str | None = None
+    """wandb's user or team"""
+    cuda: bool = True
+    """use GPUs where there are any"""
+    num_threads: int = 0
+    """torch threads per rank; 0: one"""
+    eval_every: int = 10_000
+    """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
+    eval_episodes: int = 20
+    """episodes per evaluation, shared among the ranks"""
+    stop_at_return: float | None = None
+    """end the run once an evaluation reaches this mean return"""
+    save_model: bool = False
+    """write model.pt at the end"""
+    log_every: int = 1_000
+    """write a row at each multiple of so many transitions (all ranks)"""
+    check_sync_every: int = 100_000
+    """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
+    timeout: float = 600.0
+    """seconds without reaching a boundary (row, evaluation) after which a rank prints its stack and ends"""
+
+    # environment
+    env_id: str = "Pendulum-v1"
+    """gymnasium id, or module:id of your own"""
+    num_envs: int = 4
+    """parallel environments, all ranks"""
+    vectorization: Literal["sync", "async"] = "sync"
+    """async: a process for each environment, those of evaluation too, if slow"""
+
+    # algorithm
+    buffer_size: int = 1_000_000
+    """transitions kept, all ranks"""
+    batch_size: int = 256
+    """transitions per gradient step, all ranks"""
+    learning_starts: int = 5_000
+    """transitions (all ranks) of uniform actions before the first gradient step"""
+    train_frequency: int = 1
+    """transitions (all ranks) per gradient step"""
+    policy_lr: float = 3e-4
+    """Adam's learning rate of the actor"""
+    q_lr: float = 1e-3
+    """Adam's learning rate of the critics and of the temperature"""
+    gamma: float = 0.99
+    """discount"""
+    tau: float = 0.005
+    """how far the target critics move to the others at each update; 1: a copy"""
+    target_network_frequency: int = 1
+    """transitions (all ranks) between updates of the target critics, at most one per gradient step"""
+    policy_frequency: int = 2
+    """gradient steps of the critics from one update of the actor to the next, which then makes up for as many"""
+    autotune: bool = True
+    """learn the temperature, for a mean entropy of minus the number of action dimensions"""
+    alpha: float = 1.0
+    """temperature, the weight of the entropy; at the start, where it is learned"""
+    prioritized: bool = False
+    """sample by the TD error's size to the power of --per-alpha, over all ranks"""
+    per_alpha: float = 0.6
+    """0: uniform; 1: in proportion to the TD error"""
+    per_beta: float = 0.4
+    """exponent of the importance weights at the start; it rises linearly to 1 at the end of the budget"""
+
+    def __post_init__(self) -> None:
+        positive = ("total_timesteps", "eval_episodes", "num_envs", "log_every", "buffer_size", "batch_size")
+        for name in (*positive, "train_frequency", "target_network_frequency", "policy_frequency"):
+            require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
+        for name in ("seed", "num_threads", "eval_every", "check_sync_every", "learning_starts"):
+            require(getattr(self, name) >= 0, flag(name), getattr(self, name), "an integer of at least 0")
+        for name in ("policy_lr", "q_lr", "alpha", "timeout"):
+            require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
+        require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
+        require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
+        for name in ("gamma", "per_alpha", "per_beta"):
+            require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
+        require(0 < self.tau <= 1, "--tau", self.tau, "a number above 0, at most 1")
+        if self.stop_at_return is not None:
+            require(self.stop_at_return > -math.inf, "--stop-at-return", self.stop_at_return, "a number")
+            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
+        require_divisible("--buffer-size", self.buffer_size, self.num_envs, "--num-envs")
+        start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
+        period = self.train_frequency * self.policy_frequency
+        first = -(-(start // period + 1) * period // self.num_envs) * self.num_envs
+        needed = f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
+        require(self.total_timesteps >= first, "--total-timesteps", self.total_timesteps, needed)
+
+
+# ALGO LOGIC: networks
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+def mlp(num_inputs: int, num_outputs: int) -> nn.Sequential:
+    """Layers of 256 and 256."""
+    hidden = nn.Linear(num_inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(256, num_outputs))
+
+
+class Actor(nn.Module):
+    """Observations (B, size) -> a normal distribution, squashed by tanh and scaled to the action space's bounds.
+
+    An action is `bias + scale * tanh(u)`, with u normal; `scale` and `bias` are (d,).
+    """
+
+    def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box, device: torch.device) -> None:
+        super().__init__()
+        low, high = action_space.low.astype(np.float64).ravel(), action_space.high.astype(np.float64).ravel()
+        self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(device)  # means and squashed log standard deviations
+        options = {"dtype": torch.get_default_dtype(), "device": device}
+        self.scale = torch.tensor((high - low) / 2, **options)  # not buffers: those DDP would broadcast at each step
+        self.bias = torch.tensor((high + low) / 2, **options)
+
+    def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """obs (B, size), normal noise (B, d) -> actions (B, d) and their log-probabilities (B,)."""
+        mean, log_std = self.layers(obs.to(noise.dtype)).chunk(2, -1)
+        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)
+        u = mean + log_std.exp() * noise
+        log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+        log_det = 2 * (math.log(2) - u - F.softplus(-2 * u)) + self.scale.log()  # log(1 - tanh(u)^2), stable
+        return self.bias + self.scale * u.tanh(), (log_prob - log_det).sum(-1)
+
+    def numpy_policy(self) -> Callable[[np.ndarray, np.ndarray | float], np.ndarray]:
+        """Observations (n, size), noise (n, d) or 0 -> actions (n, d), in numpy on the parameters' memory.
+
+        On a few rows torch's calls cost five times the arithmetic. On a GPU these are copies.
+        """
+        assert [type(layer) for layer in self.layers[1::2]] == [nn.ReLU] * 2, "update numpy_policy"
+        tensors = [(layer.weight.T, layer.bias) for layer in self.layers[::2]]
+        layers = [(w.detach().cpu().numpy(), b.detach().cpu().numpy()) for w, b in tensors]
+        scale, bias = self.scale.cpu().numpy(), self.bias.cpu().numpy()
+
+        def policy(obs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
+            out = obs.astype(bias.dtype, copy=False)
+            for w, b in layers[:-1]:
+                out = np.maximum(out @ w + b, 0.0)
+            mean, log_std = np.split(out @ layers[-1][0] + layers[-1][1], 2, -1)
+            log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (np.tanh(log_std) + 1)
+            return bias + scale * np.tanh(mean + np.exp(log_std) * noise)
+
+        return policy
+
+
+class Critics(nn.Module):
+    """Observations (B, size) and actions (B, d) -> the values of both critics, (B,) each."""
+
+    def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
+        super().__init__()
+        size = obs_space.shape[0] + math.prod(action_space.shape)
+        self.qf1, self.qf2 = mlp(size, 1), mlp(size, 1)
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.cat([obs.to(actions.dtype), actions], -1)
+        return self.qf1(x).squeeze(-1), self.qf2(x).squeeze(-1)
+
+
+# ALGO LOGIC: losses
+
+
+class CriticLoss(nn.Module):
+    """The temporal-difference losses of this rank's part of a batch; `forward` is what DDP reduces."""
+
+    def __init__(self, critics: Critics, scale: float) -> None:
+        super().__init__()
+        self.critics = critics
+        self.scale = scale  # world_size / batch_size: then the mean over ranks is the mean over the batch
+
+    def forward(
+        self,
+        obs: torch.Tensor,  # (b, size)
+        actions: torch.Tensor,  # (b, d)
+        td_target: torch.Tensor,  # (b,)
+        weights: torch.Tensor,  # (b,)
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Returns this rank's share of the loss and, detached, its two parts, the TD errors (b,) and values (b,)."""
+        qf1, qf2 = self.critics(obs, actions)
+        qf1_loss = (weights * (qf1 - td_target) ** 2).sum() * self.scale
+        qf2_loss = (weights * (qf2 - td_target) ** 2).sum() * self.scale
+        td_errors = 0.5 * ((qf1 - td_target).abs() + (qf2 - td_target).abs())
+        parts = (qf1_loss, qf2_loss, td_errors, qf1, qf2)
+        return qf1_loss + qf2_loss, tuple(part.detach() for part in parts)
+
+
+class ActorLoss(nn.Module):
+    """The losses of actor and temperature on this rank's part of a batch; `forward` is what DDP reduces.
+
+    `critics` are read with their parameters frozen, and are not part of this module.
+    """
+
+    def __init__(self, actor: Actor, log_alpha: nn.Parameter, critics: Critics, scale: float) -> None:
+        super().__init__()
+        self.actor, self.log_alpha, self.frozen = actor, log_alpha, (critics,)  # a tuple's modules are not registered
+        self.scale = scale  # world_size / batch_size
+        self.target_entropy = -len(actor.scale)
+
+    def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """obs (b, size), noise (b, d) -> this rank's share of the loss and, detached, its two parts."""
+        actions, log_prob = self.actor(obs, noise)
+        min_qf = torch.min(*self.frozen[0](obs, actions))
+        actor_loss = (self.log_alpha.detach().exp() * log_prob - min_qf).sum() * self.scale
+        alpha_loss = -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).sum() * self.scale
+        return actor_loss + alpha_loss, (actor_loss.detach(), alpha_loss.detach())
+
+
+# ALGO LOGIC: pure helpers
+
+
+def linear_schedule(start: float, end: float, fraction: float) -> float:
+    """From `start` at fraction 0 to `end` at 1, and `end` after."""
+    return start + (end - start) * min(fraction, 1.0)
+
+
+def compute_td_target(
+    rewards: torch.Tensor,  # (b,), and so all below but the temperature
+    discounts: torch.Tensor,
+    min_qf_next_target: torch.Tensor,
+    next_logprob: torch.Tensor,
+    alpha: torch.Tensor,
+) -> torch.Tensor:
+    """The reward and the discounted soft value of what follows (arXiv:1812.05905 eq. 3): targets (b,)."""
+    return rewards + discounts * (min_qf_next_target - alpha * next_logprob)
+
+
+CRITIC_STATS = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
+ACTOR_STATS = ("actor_loss", "alpha_loss")
+COLUMNS = (
+    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
+    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
+    *(f"losses/{name}" for name in (*CRITIC_STATS, *ACTOR_STATS, "alpha")),
+    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
+)
+
+
+def main(args: Args) -> None:
+    """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
+    world = World(args.cuda)
+    require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
+    with ExitStack() as stack:
+        here = world.here(args.num_envs)
+        local_num_envs, spaces = here.stop - here.start, (gym.spaces.Box,)
+        envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization)
+        stack.enter_context(closing(envs))
+        obs_space, action_space = envs.single_observation_space, envs.single_action_space
+        if len(obs_space.shape) != 1:
+            raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
+        if not action_space.is_bounded() or (action_space.low == action_space.high).any():
+            raise BadInput(f"--env-id {args.env_id}: action space {action_space} must have finite, distinct bounds.")
+        episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
+        if args.eval_every and episodes_here:
+            eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization)
+            stack.enter_context(closing(eval_envs))
+        rb = ReplayBuffer(
+            args.buffer_size,
+            args.num_envs,
+            world,
+            obs_space,
+            (math.prod(action_space.shape),),
+            torch.empty(0).numpy().dtype,
+            gamma=args.gamma,
+            alpha=args.per_alpha if args.prioritized else 0.0,
+        )
+        script = os.path.splitext(os.path.basename(__file__))[0]
+        logger = stack.enter_context(Logger(args, script, COLUMNS, world))
+        torch.set_num_threads(args.num_threads or 1)
+        with world.process_group(args.timeout):
+            train(args, world, envs, eval_envs, rb, logger)
+
+
+def train(
+    args: Args,
+    world: World,
+    envs: gym.vector.VectorEnv,
+    eval_envs: gym.vector.VectorEnv | None,
+    rb: ReplayBuffer,
+    logger: Logger,
+) -> None:
+    """The training loop, inside the process group; leaving it drops the DDP modules."""
+    device = world.device
+    here = world.here(args.num_envs)
+    local_num_envs = here.stop - here.start
+    num_vector_steps = args.total_timesteps // args.num_envs
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    d = math.prod(action_space.shape)
+    budget = num_vector_steps * args.num_envs
+    logger.note(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
+
+    # the same networks and the same generator on all ranks
+    torch.manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
+    actor, critics = Actor(obs_space, action_space, device), Critics(obs_space, action_space).to(device)
+    critics_target, critics_frozen = (deepcopy(critics).requires_grad_(False) for _ in range(2))
+    parameters, target_parameters = list(critics.parameters()), list(critics_target.parameters())
+    for frozen, parameter in zip(critics_frozen.parameters(), parameters, strict=True):
+        frozen.data = parameter.data  # the same memory, without a gradient: what the actor learns from
+    log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=device), requires_grad=args.autotune)
+    q_optimizer = torch.optim.Adam(parameters, lr=args.q_lr, fused=True)
+    groups = [{"params": actor.parameters(), "lr": args.policy_lr}, {"params": [log_alpha], "lr": args.q_lr}]
+    actor_optimizer = torch.optim.Adam(groups[: 1 + args.autotune], fused=True)
+    scale = world.world_size / args.batch_size
+    critic_loss_fn, actor_loss_fn = CriticLoss(critics, scale), ActorLoss(actor, log_alpha, critics_frozen, scale)
+    # DDP: hooks `forward` and nothing else, so it wraps the losses; acting and targets use the bare networks
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.world_size > 1 else critic_loss_fn  # collective
+    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.world_size > 1 else actor_loss_fn  # collective
+
+    def as_taken(actions: np.ndarray) -> np.ndarray:
+        """Actions (n, d) as the environments take them."""
+        cast = actions.reshape(-1, *action_space.shape).astype(action_space.dtype)
+        return cast.clip(action_space.low, action_space.high)
+
+    def act(raw: np.ndarray) -> np.ndarray:
+        """The actions of the means, for evaluation."""
+        return as_taken(actor.numpy_policy()(raw, 0.0))
+
+    obs = reset(envs, environment_seeds(args.seed, TRAINING, range(here.start, here.stop)))
+    rb.start(obs)
+    statistics = EpisodeStatistics(local_num_envs)
+    numpy_policy = actor.numpy_policy()
+    critic_stats, actor_stats, update_time, start_time = [], [], 0.0, time.perf_counter()
+    row_start = start_time
+
+    for vector_step in range(1, num_vector_steps + 1):
+        global_step, before = vector_step * args.num_envs, (vector_step - 1) * args.num_envs
+
+        # collect: all environments' noise is drawn on every rank, each takes its own
+        if before < args.learning_starts:
+            uniform = torch.rand(args.num_envs, d, generator=generator)[here].to(device)
+            actions = (actor.bias + actor.scale * (2 * uniform - 1)).cpu().numpy()
+        else:
+            actions = numpy_policy(obs, torch.randn(args.num_envs, d, generator=generator)[here].numpy())
+        obs, rewards, terminations, truncations, infos = envs.step(as_taken(actions))
+        ended = statistics.step(rewards, terminations | truncations, infos)
+        rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
+
+        # update
+        update_start = time.perf_counter()
+        if global_step > max(args.learning_starts, args.num_envs):  # something can be sampled
+            beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
+            for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
+                data = rb.sample(args.batch_size, generator, device, beta)  # collective
+                noise = torch.randn(args.batch_size, d, generator=generator)[data.places].to(device)
+                with torch.no_grad():
+                    next_actions, next_logprob = actor(data.next_obs, noise)
+                    min_qf_next_target = torch.min(*critics_target(data.next_obs, next_actions))
+                    alpha = log_alpha.exp()
+                    td_target = compute_td_target(data.rewards, data.discounts, min_qf_next_target, next_logprob, alpha)
+                loss, parts = ddp_critic_loss(data.obs, data.actions, td_target, data.weights)
+                qf1_loss, qf2_loss, td_errors, qf1, qf2 = parts
+                q_optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # collective
+                q_optimizer.step()
+                if args.prioritized:
+                    rb.update_priorities(data.indices, td_errors)
+                critic_stats.append(torch.stack([qf1_loss, qf2_loss, scale * qf1.sum(), scale * qf2.sum()]))
+
+                if k % args.policy_frequency == 0:
+                    for _ in range(args.policy_frequency):  # makes up for the delay
+                        noise = torch.randn(args.batch_size, d, generator=generator)[data.places].to(device)
+                        loss, parts = ddp_actor_loss(data.obs, noise)
+                        actor_optimizer.zero_grad(set_to_none=True)
+                        loss.backward()  # collective
+                        actor_optimizer.step()
+                        actor_stats.append(torch.stack(parts))
+                if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
+                    torch._foreach_lerp_(target_parameters, parameters, args.tau)
+            if device.type != "cpu":
+                numpy_policy = actor.numpy_policy()
+        update_time += time.perf_counter() - update_start
+
+        # metrics: sums and counts of all ranks, divided once
+        last = vector_step == num_vector_steps
+        if crossed(args.log_every, before, global_step) or last:
+            sums = statistics.pop() | dict.fromkeys((*CRITIC_STATS, *ACTOR_STATS), 0.0)
+            for names, stats in ((CRITIC_STATS, critic_stats), (ACTOR_STATS, actor_stats)):
+                if stats:
+                    means = torch.stack(stats).double().mean(0) / world.world_size
+                    sums |= dict(zip(names, means.tolist(), strict=True))
+            times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
+            total = world.reduce(sums, maxima=times)  # collective
+            wall = time.perf_counter() - start_time
+            row = {"global_step": global_step, "charts/learning_rate": args.policy_lr}
+            row["charts/episodes"] = int(total["episodes"])
+            if total["episodes"]:
+                row["charts/episodic_return"] = total["return"] / total["episodes"]
+                row["charts/episodic_length"] = total["length"] / total["episodes"]
+            for names, stats in ((CRITIC_STATS, critic_stats), (ACTOR_STATS, actor_stats)):
+                row |= {f"losses/{name}": total[name] for name in names if stats}
+            row["losses/alpha"] = log_alpha.exp().item()
+            row |= {"time/wall": wall, "time/SPS": global_step / wall} | {name: total[name] for name in times}
+            logger.log(row)
+            if not math.isfinite(sum(total[name] for name in (*CRITIC_STATS, *ACTOR_STATS))):
+                raise FloatingPointError(f"step {global_step}: a loss is not finite; try lower --q-lr and --policy-lr.")
+            critic_stats, actor_stats, update_time, row_start = [], [], 0.0, time.perf_counter()
+            if world.stop:
+                break
+
+        # what happens at multiples of a period
+        if crossed(args.check_sync_every, before, global_step):
+            world.check_equal(
+                global_step,
+                actor=actor,
+                critics=critics,
+                critics_target=critics_target,
+                log_alpha=log_alpha,
+                q_optimizer=q_optimizer,
+                actor_optimizer=actor_optimizer,
+                generator=generator,
+            )  # collective
+        if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
+            eval_start = time.perf_counter()
+            eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
+            row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
+            row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
+            logger.log(row)
+            row_start = time.perf_counter() - (eval_start - row_start)  # evaluation is not rollout
+            if world.stop or (args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return):
+                break
+
+    if args.save_model:
+        networks = {"actor": actor, "critics": critics, "critics_target": critics_target}
+        state = {name: network.state_dict() for name, network in networks.items()}
+        state |= {"log_alpha": log_alpha.detach(), "action_scale": actor.scale, "action_bias": actor.bias}
+        logger.save(state | {"args": asdict(args), "global_step": global_step})
+
+
+if __name__ == "__main__":
+    launch(main, lambda: tyro.cli(Args))

@@ -1,0 +1,161 @@
+"""SAC: its log-probability and targets by hand, the same experiment at every world size, unequal shares of a batch."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
+
+import sac_ddp
+from common.arguments import BadInput
+from runs import ROOT, assert_close, run
+
+FLAGS = "--env-id tests.envs:NoisyPendulum-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
+FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
+FLAGS += " --check-sync-every 400"
+SPACES = sac_ddp.gym.spaces.Box(-1, 1, (3,)), sac_ddp.gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
+
+
+@pytest.mark.parametrize("extra", ["", "--prioritized --policy-frequency 1 --target-network-frequency 8 --tau 0.1"])
+def test_every_metric_and_parameter_is_equal_at_every_world_size(extra, tmp_path):
+    """C1 in float64: 210 gradient steps, the buffer wrapping round, truncations; uniform and prioritised, 1e-9."""
+    alone = run("sac_ddp.py", 1, f"{FLAGS} {extra}", tmp_path / "1")
+    assert len(alone.column("losses/qf1_loss")) == len(alone.column("losses/actor_loss")) == 9
+    assert len(alone.column("eval/episodic_return")) == 3 and min(alone.column("losses/alpha")) < 1.0
+    assert max(alone.column("charts/episodic_length")) == 10.0, "no row had only truncated episodes"
+    for size in (2, 4):
+        assert_close(alone, run("sac_ddp.py", size, f"{FLAGS} {extra}", tmp_path / str(size)))
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def make_actor() -> sac_ddp.Actor:
+    torch.manual_seed(0)
+    return sac_ddp.Actor(*SPACES, torch.device("cpu"))
+
+
+def test_log_probability_is_that_of_the_squashed_normal(float64):
+    """Against torch's own transformed distribution, over two dimensions with other bounds; and in the space's bounds."""
+    actor, obs, noise = make_actor(), torch.randn(50, 3), torch.randn(50, 2)
+    actions, log_prob = actor(obs, noise)
+    mean, squashed = actor.layers(obs).split(2, -1)
+    log_std = -5.0 + 3.5 * (squashed.tanh() + 1.0)
+    affine = AffineTransform(torch.tensor([0.0, 2.5]), torch.tensor([2.0, 2.5]))
+    pi = TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(cache_size=1), affine])
+    torch.testing.assert_close(log_prob, pi.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actions, affine(torch.tanh(mean + log_std.exp() * noise)))
+    np.testing.assert_allclose(actor.numpy_policy()(obs.numpy(), noise.numpy()), actions.detach().numpy(), rtol=1e-12)
+
+
+def test_log_probability_is_finite_where_tanh_is_one():
+    """At u = 40, in float32, where 1 - tanh(u)^2 is 0: log(1 - tanh^2) is 2 (log 2 - u), and its gradient is -2."""
+    actor = make_actor()
+    with torch.no_grad():
+        for parameter in actor.layers[-1].parameters():
+            parameter.zero_()
+        actor.layers[-1].bias[:2] = 40.0
+    actions, log_prob = actor(torch.zeros(1, 3), torch.zeros(1, 2))
+    log_std = -1.5
+    by_hand = 2 * (-log_std - 0.5 * math.log(2 * math.pi) - 2 * (math.log(2) - 40)) - math.log(2) - math.log(2.5)
+    assert log_prob.item() == pytest.approx(by_hand, rel=1e-5)
+    log_prob.sum().backward()
+    assert actor.layers[-1].bias.grad[:2].tolist() == pytest.approx([2.0, 2.0])
+    assert actions.tolist() == [[2.0, 5.0]]
+
+
+def test_targets_by_hand():
+    """r + discount (min Q - alpha log pi): 1 + 0.5 (4 - 0.2 * -10) and, terminated, 2."""
+    columns = torch.tensor([[1.0, 0.5, 4.0, -10.0], [2.0, 0.0, 4.0, -10.0]]).T
+    assert sac_ddp.compute_td_target(*columns, torch.tensor(0.2)).tolist() == [4.0, 2.0]
+
+
+def test_losses_by_hand(float64):
+    """Both squared errors by their weights; alpha log pi - min Q; and the gradient of log alpha, the critics' none."""
+    actor, critics = make_actor(), sac_ddp.Critics(*SPACES).requires_grad_(False)
+    log_alpha = torch.nn.Parameter(torch.tensor(math.log(0.3)))
+    obs, noise, target, weights = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5), torch.rand(5)
+    actions, log_prob = actor(obs, noise)
+    qf1, qf2 = critics(obs, actions)
+    loss, parts = sac_ddp.CriticLoss(critics, 1 / 5)(obs, actions, target, weights)
+    by_hand = sum(w * ((a - t) ** 2 + (b - t) ** 2) for w, a, b, t in zip(weights, qf1, qf2, target, strict=True)) / 5
+    torch.testing.assert_close(loss, by_hand)
+    torch.testing.assert_close(parts[2], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
+
+    loss, (actor_loss, _) = sac_ddp.ActorLoss(actor, log_alpha, critics, 1 / 5)(obs, noise)
+    torch.testing.assert_close(actor_loss, (0.3 * log_prob - torch.min(qf1, qf2)).mean())
+    loss.backward()
+    assert log_alpha.grad.item() == pytest.approx(-0.3 * (log_prob.mean().item() - 2))
+    expected = torch.autograd.grad(actor_loss_of(actor, critics, obs, noise), list(actor.parameters()))
+    for parameter, gradient in zip(actor.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def actor_loss_of(actor, critics, obs, noise):
+    actions, log_prob = actor(obs, noise)
+    return (0.3 * log_prob - torch.min(*critics(obs, actions))).mean()
+
+
+def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
+    """Two ranks, one with none of the batch, and 3 of 8 rows: one process's gradients, log alpha's too, to 1e-12."""
+    program = tmp_path / "shares.py"
+    program.write_text(
+        "import torch\n"
+        "from sac_ddp import DDP, Actor, ActorLoss, CriticLoss, Critics, World, gym, nn\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "def main(world):\n"
+        "    for rows in ([8, 0], [3, 5]):\n"
+        "        torch.manual_seed(0)\n"
+        "        spaces = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))\n"
+        "        actor, critics, frozen = Actor(*spaces, world.device), Critics(*spaces), Critics(*spaces)\n"
+        "        log_alpha = nn.Parameter(torch.tensor(0.5))\n"
+        "        frozen.requires_grad_(False)\n"
+        "        parameters = [*actor.parameters(), *critics.parameters(), log_alpha]\n"
+        "        batch = torch.randn(8, 3), torch.randn(8, 2), torch.randn(8), torch.rand(8)\n"
+        "        CriticLoss(critics, 1 / 8)(*batch)[0].backward()\n"
+        "        ActorLoss(actor, log_alpha, frozen, 1 / 8)(*batch[:2])[0].backward()\n"
+        "        whole = [p.grad.clone() for p in parameters]\n"
+        "        part = [x.split(rows)[world.rank] for x in batch]\n"
+        "        for p in parameters:\n"
+        "            p.grad = None\n"
+        "        DDP(CriticLoss(critics, 2 / 8), static_graph=True)(*part)[0].backward()\n"
+        "        DDP(ActorLoss(actor, log_alpha, frozen, 2 / 8), static_graph=True)(*part[:2])[0].backward()\n"
+        "        for p, g in zip(parameters, whole, strict=True):\n"
+        "            torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)\n"
+        "world = World(cuda=False)\n"
+        "with world.process_group(60):\n"
+        "    main(world)\n"
+        "print('equal on rank', world.rank)\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "equal on rank 0" in done.stdout and "equal on rank 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [(name, 0) for name in ("buffer_size", "batch_size", "train_frequency", "policy_frequency", "total_timesteps")]
+    + [(name, 0) for name in ("target_network_frequency", "policy_lr", "q_lr", "alpha", "tau")]
+    + [(name, float("nan")) for name in ("policy_lr", "q_lr", "alpha", "tau", "gamma", "per_alpha", "per_beta")]
+    + [("buffer_size", 10_001), ("total_timesteps", 5_003)],
+)
+def test_a_value_that_cannot_work_is_refused_by_its_flag(field, value):
+    with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
+        sac_ddp.Args(**{field: value})
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "tests.envs:OpenBox-v0", "tests.envs:ImageBox-v0"])
+def test_a_space_that_does_not_fit_is_refused(env_id, tmp_path):
+    with pytest.raises(BadInput, match="--env-id.*(action space|image)"):
+        sac_ddp.main(sac_ddp.Args(env_id=env_id, cuda=False, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
