@@ -279,6 +279,7 @@ def compute_td_target(
     return rewards + discounts * next_target_q.gather(1, best).squeeze(1)
 
 
+NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate", "charts/epsilon"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
@@ -369,9 +370,11 @@ def train(
     for vector_step in range(1, num_vector_steps + 1):
         global_step, before = vector_step * args.num_envs, (vector_step - 1) * args.num_envs
 
-        # collect: all environments' noise is drawn on every rank, each takes its own
+        # collect: all environments' noise is drawn on every rank, for many steps at once, and each takes its own
         epsilon = linear_schedule(args.start_e, args.end_e, before / max(1.0, args.exploration_fraction * budget))
-        explore, choice = torch.rand(2, args.num_envs, generator=generator)[:, here].numpy()
+        if before % (NOISE_STEPS * args.num_envs) == 0:
+            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, here].numpy()
+        explore, choice = noise[(vector_step - 1) % NOISE_STEPS]
         actions = (choice * num_actions).astype(np.int64)
         if (explore >= epsilon).any():
             greedy = numpy_greedy(obs) if numpy_greedy else act(obs) - action_space.start
@@ -391,14 +394,15 @@ def train(
                     next_q = q_network(data.next_obs) if args.double_q else None
                     td_target = compute_td_target(data.rewards, data.discounts, target_network(data.next_obs), next_q)
                 loss, (td_errors, old_val) = ddp_loss(data.obs, data.actions, td_target, data.weights)
-                optimizer.zero_grad(set_to_none=True)
+                for parameter in parameters:  # as zero_grad does, which takes longer
+                    parameter.grad = None
                 loss.backward()  # collective
                 if args.max_grad_norm < math.inf:
                     nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 if args.prioritized:
                     rb.update_priorities(data.indices, td_errors)
-                stats.append(torch.stack([loss.detach() / world.world_size, old_val.sum() / args.batch_size]))
+                stats.append((loss.detach(), old_val))
             if numpy_greedy and device.type != "cpu":
                 numpy_greedy = q_network.numpy_greedy()
             if crossed(args.target_network_frequency, before, global_step):
@@ -408,8 +412,9 @@ def train(
         # metrics: sums and counts of all ranks, divided once
         last = vector_step == num_vector_steps
         if crossed(args.log_every, before, global_step) or last:
-            td_loss, q_values = torch.stack(stats).double().sum(0).tolist() if stats else (0.0, 0.0)
-            sums = statistics.pop() | {"td_loss": td_loss, "q_values": q_values}
+            losses, values = zip(*stats, strict=True) if stats else ([torch.zeros(1)],) * 2
+            td_loss, q_values = torch.stack(losses).double().sum() / world.world_size, torch.cat(values).double().sum()
+            sums = statistics.pop() | {"td_loss": td_loss.item(), "q_values": q_values.item() / args.batch_size}
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
             total = world.reduce(sums, maxima=times)  # collective
             wall = time.perf_counter() - start_time

@@ -1,6 +1,6 @@
 """Stable-Baselines3 with a script's hyperparameters, in its own environment; prints steady-state steps per second.
 
-    python peer_sb3.py {ppo-cartpole,ppo-breakout,startup} TOTAL_TIMESTEPS THREADS
+    python peer_sb3.py {ppo-cartpole,ppo-breakout,dqn-cartpole,sac-hopper,startup} TOTAL_TIMESTEPS THREADS
 
 Run by benchmark/speed.py, which installs that environment. `startup` ends at the environment's first step.
 """
@@ -10,7 +10,7 @@ import sys
 import time
 
 import torch
-from stable_baselines3 import PPO
+from stable_baselines3 import DQN, PPO, SAC
 from stable_baselines3.common.atari_wrappers import AtariWrapper
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
@@ -49,6 +49,23 @@ def main(work: str, total: int, threads: int) -> None:
         env = make_vec_env("BreakoutNoFrameskip-v4", n_envs=8, seed=1, wrapper_class=AtariWrapper)
         env = VecFrameStack(env, n_stack=4)
         model = PPO("CnnPolicy", env, batch_size=256, clip_range=0.1, clip_range_vf=0.1, verbose=0, **shared)
+    elif work == "dqn-cartpole":
+        model = DQN(
+            "MlpPolicy",
+            make_vec_env("CartPole-v1", n_envs=1, seed=1),
+            learning_rate=2.5e-4,
+            buffer_size=10_000,
+            learning_starts=1_000,
+            batch_size=128,
+            train_freq=10,
+            target_update_interval=500,
+            exploration_fraction=0.5,
+            policy_kwargs={"net_arch": [120, 84]},
+            device="cpu",
+        )
+    elif work == "sac-hopper":
+        env = make_vec_env("Hopper-v5", n_envs=1, seed=1)
+        model = SAC("MlpPolicy", env, learning_rate=3e-4, learning_starts=200, batch_size=256, device="cpu")
     else:
         env_id = "benchmark.first_step:FirstStep-v0" if work == "startup" else "CartPole-v1"
         env = make_vec_env(env_id, n_envs=4, seed=1)

@@ -24,13 +24,14 @@ import tyro
 
 ROOT = Path(__file__).parent.parent
 PEER = ROOT / "benchmark" / ".peer"
-BREAKOUT = "--env-id ALE/Breakout-v5 --clip-coef 0.1 --num-envs"
-QUIET = "--eval-every 0 --check-sync-every 0 --no-norm-reward"
+BREAKOUT = "--env-id ALE/Breakout-v5 --clip-coef 0.1 --no-norm-reward --num-envs"
+HOPPER = "--env-id Hopper-v5 --num-envs 1 --total-timesteps 2400 --learning-starts 200 --log-every 100"
+QUIET = "--eval-every 0 --check-sync-every 0"
 
 
 @dataclass
 class Args:
-    rows: tuple[Literal[1, 2, 3, 4, 7], ...] = (1, 2, 3, 4, 7)
+    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9], ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9)
     """which rows of the table"""
     repetitions: int = 3
     """interleaved repetitions of each work"""
@@ -47,7 +48,12 @@ def install_peer() -> None:
     if not (PEER / "bin" / "python").exists():
         print("installing the peer into", PEER.relative_to(ROOT), flush=True)
         subprocess.run([sys.executable, "-m", "venv", PEER], check=True)
-        packages = ["torch==2.13.0", "stable-baselines3==2.9.*", "gymnasium[atari]>=1.4,<2", "opencv-python-headless"]
+        packages = [
+            "torch==2.13.0",
+            "stable-baselines3==2.9.*",
+            "gymnasium[atari,mujoco]>=1.4,<2",
+            "opencv-python-headless",
+        ]
         subprocess.run([PEER / "bin" / "python", "-m", "pip", "install", "--quiet", *packages], check=True)
 
 
@@ -96,7 +102,7 @@ def peer_start() -> Measure:
     return Measure(0.0, *timed(command, 1)[1:])
 
 
-CARTPOLE = "--total-timesteps 100000"
+CARTPOLE = "--total-timesteps 100000 --no-norm-reward"
 WORKS = {
     1: {
         "peer": lambda: peer("ppo-cartpole", 60_000),
@@ -118,6 +124,18 @@ WORKS = {
         "1 rank of 8 envs": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
         "2 ranks of 8 envs": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 16 --total-timesteps 20480", 2, 1),
     },
+    5: {
+        "peer": lambda: peer("dqn-cartpole", 40_000),
+        "ours": lambda: ours(
+            "dqn_ddp.py", "--num-envs 1 --train-frequency 10 --learning-starts 1000 --total-timesteps 80000"
+        ),
+    },
+    6: {
+        "peer t1": lambda: peer("sac-hopper", 2_400, 1),
+        "ours t1": lambda: ours("sac_ddp.py", HOPPER, 1, 1),
+        "peer t2": lambda: peer("sac-hopper", 2_400, 2),
+        "ours t2": lambda: ours("sac_ddp.py", HOPPER, 1, 2),
+    },
     7: {"peer": peer_start, "ours": our_start},
 }
 RATIOS = {
@@ -128,13 +146,64 @@ RATIOS = {
     ],
     3: [("ours t1", "peer t1", "must 1.2, goal 1.5"), ("ours t2", "peer t2", "must 1.3, goal 1.6")],
     4: [("2 ranks of 8 envs", "1 rank of 8 envs", "must 1.7, goal 1.9")],
+    5: [("ours", "peer", "must 2.1, goal 2.7")],
+    6: [("ours t1", "peer t1", "must 1.1, goal 1.6"), ("ours t2", "peer t2", "must 1.15, goal 1.6")],
 }
-NAMES = {1: "PPO CartPole", 2: "PPO CartPole, DDP", 3: "PPO Breakout", 4: "PPO Breakout, DDP", 7: "start-up, memory"}
+NAMES = {
+    1: "PPO CartPole",
+    2: "PPO CartPole, DDP",
+    3: "PPO Breakout",
+    4: "PPO Breakout, DDP",
+    5: "DQN CartPole",
+    6: "SAC Hopper",
+    7: "start-up, memory",
+}
+
+
+def replay_memory() -> None:
+    """A million transitions of Pong, collected, with one gradient step: the memory of the only rank."""
+    flags = "--env-id ALE/Pong-v5 --num-envs 8 --buffer-size 1000000 --learning-starts 999992 --log-every 100000"
+    memory = ours("dqn_ddp.py", f"{flags} --total-timesteps 1000000", 1, 2).memory
+    print(f"\nrow 8: a million Atari transitions\n  {memory / 1000:.2f} GB in all (must 7.5)", flush=True)
+
+
+def replay_latency(repetitions: int) -> None:
+    """Milliseconds to draw 128 of a million transitions of 4 numbers by their priorities, and to change those."""
+    import numpy as np
+    import torch
+    from gymnasium.spaces import Box
+
+    from common.distributed import World
+    from common.replay import ReplayBuffer
+
+    torch.set_num_threads(1)
+    world, space, generator = World(cuda=False), Box(-1, 1, (4,), np.float32), torch.Generator()
+    with world.process_group(600):
+        rb = ReplayBuffer(1_000_000, 1000, world, space, (), np.dtype(np.int64), alpha=0.6)
+        rb.start(np.zeros((1000, 4), np.float32))
+        no, yes, obs = np.zeros(1000, bool), np.ones(1000, bool), np.zeros((1000, 4), np.float32)
+        for _ in range(1000):
+            rb.add(np.zeros(1000, np.int64), np.ones(1000), yes, no, obs, {}, yes)
+        rb.update_priorities(np.arange(1_000_000), torch.rand(1_000_000))
+        times: dict[str, list[float]] = {"sample": [], "update": []}
+        for _ in range(1000 * repetitions):
+            start = time.perf_counter()
+            data = rb.sample(128, generator, world.device)
+            middle = time.perf_counter()
+            rb.update_priorities(data.indices, data.rewards)
+            times["sample"].append(middle - start)
+            times["update"].append(time.perf_counter() - middle)
+    print("\nrow 9: 128 of a million, by priority (must 0.3, goal 0.1)")
+    for name, values in times.items():
+        print(f"  {name:22}{1000 * statistics.median(values):.3f} ms", flush=True)
 
 
 def main(args: Args) -> None:
     install_peer()
     for row in args.rows:
+        if row in (8, 9):
+            replay_memory() if row == 8 else replay_latency(args.repetitions)
+            continue
         works = WORKS[row]
         measures: dict[str, list[Measure]] = {name: [] for name in works}
         for _ in range(args.repetitions):

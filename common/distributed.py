@@ -11,6 +11,7 @@ import datetime
 import faulthandler
 import gc
 import hashlib
+import math
 import multiprocessing
 import os
 import signal
@@ -70,7 +71,7 @@ class World:
         What uses DDP must run in a function called inside this block, so that its modules are gone when the block ends:
         gloo may abort the process if a DDP reducer outlives its group.
         """
-        self._timeout, self._signum, self._alive = timeout, 0, time.monotonic()
+        self._timeout, self._signum, self._alive, self._armed = timeout, 0, time.monotonic(), -math.inf
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         previous = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -154,10 +155,14 @@ class World:
         local = torch.as_tensor(values, dtype=torch.float64, device="cpu").flatten()
         local = torch.cat([local, torch.tensor([self._signum], dtype=torch.float64)])
         packed = torch.empty(self.world_size, len(local), dtype=torch.float64)
-        dist.all_gather(list(packed), local)  # collective
+        if self.world_size > 1:
+            dist.all_gather(list(packed), local)  # collective
+        else:
+            packed[0] = local
         self._alive = time.monotonic()
-        # in C, for the case that a library hangs while it holds the interpreter lock
-        faulthandler.dump_traceback_later(self._timeout + GRACE, exit=True)
+        if self._alive > self._armed + 1.0:  # in C, for the case that a library hangs while it holds the interpreter
+            self._armed = self._alive
+            faulthandler.dump_traceback_later(self._timeout + GRACE, exit=True)
         table = packed.numpy()
         self.stop = int(table[:, -1].max())
         return table[:, :-1]

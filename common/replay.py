@@ -3,7 +3,8 @@
 Environment-major: each environment has a ring of `buffer_size // num_envs` places, a rank stores the rings of its
 environments, and the ranks' shards one after another are the single buffer of world size 1, place by place. A place has
 a priority: 0 where it may not be sampled yet, 1 where sampling is uniform. A batch is `batch_size` stratified points
-over the priorities of all ranks laid end to end; each rank serves the points that fall into its part.
+over the priorities of all ranks laid end to end; each rank serves the points that fall into its part. Uniform one-step
+replay, where every stored place has priority 1, keeps no priorities and needs no collective.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ class ReplayBuffer:
     ) -> None:
         here = world.here(num_envs)
         self.world, self.n_step, self.gamma, self.stack, self.alpha = world, n_step, gamma, stack, alpha
+        self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
         self.num_envs, self.envs = num_envs, np.arange(here.stop - here.start)
         self.capacity = buffer_size // num_envs  # places of one environment
         self.rows = self.capacity + stack  # of observations: one after the newest, and the oldest's earlier frames
         self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
         n, float_dtype = len(self.envs), torch.empty(0).numpy().dtype
         frame = obs_space.shape[1:] if stack > 1 else obs_space.shape
-        blocks = -(-n * self.capacity // BLOCK)
+        blocks = 0 if self.plain else -(-n * self.capacity // BLOCK)
         shapes = {
             "frames": ((n, self.rows, *frame), obs_space.dtype),
             "first": ((n, self.rows), np.dtype(bool)),  # observations that begin an episode
@@ -84,6 +86,7 @@ class ReplayBuffer:
         self.final_obs = np.zeros((16, *obs_space.shape), obs_space.dtype)  # grows
         self.free_finals = list(range(16))
         self.block_sums, self.block_minima = np.zeros(blocks), np.full(blocks, np.inf)
+        self.discounts = gamma ** np.arange(1.0, n_step + 1.0)
         self.count, self.touched = 0, []  # places that may be sampled; priorities changed since the last sample
         self.largest = self.new_priority = 1.0  # seen on this rank; on any rank at the last gather
 
@@ -107,9 +110,10 @@ class ReplayBuffer:
     ) -> None:
         """Store one vector step of this rank's environments over the oldest."""
         place, dones = self.time % self.capacity, terminations | truncations
-        self.free_finals += [kept - 1 for kept in self.final[:, place] if kept]
-        self.final[:, place] = 0
-        for i in np.flatnonzero(truncations & ~terminations):
+        if self.final[:, place].any():
+            self.free_finals += [kept - 1 for kept in self.final[:, place] if kept]
+            self.final[:, place] = 0
+        for i in np.flatnonzero(truncations & ~terminations) if truncations.any() else ():
             if not self.free_finals:
                 self.free_finals = list(range(len(self.final_obs), 2 * len(self.final_obs)))
                 self.final_obs = np.concatenate([self.final_obs, np.zeros_like(self.final_obs)])
@@ -121,6 +125,8 @@ class ReplayBuffer:
         row = self.time % self.rows
         self.frames[:, row], self.first[:, row] = next_obs[:, -1] if self.stack > 1 else next_obs, resets
 
+        if self.plain:
+            return
         # the new place may be sampled once its n steps are there; an end completes all that wait
         self._set_priorities(self.envs * self.capacity + place, 0.0)
         for age in range(1, min(self.n_step, self.time) + 1):
@@ -143,47 +149,46 @@ class ReplayBuffer:
 
         Weights are (count p / sum p)^-beta over the largest such weight in the buffer. Every rank must call.
         """
-        if self.touched:
-            blocks = np.unique(np.concatenate(self.touched))
-            self.touched, parts = [], self.priorities[blocks]
-            self.block_sums[blocks] = parts.sum(1)
-            self.block_minima[blocks] = np.where(parts > 0, parts, np.inf).min(1)
-        block_ends = self.block_sums.cumsum()
-        smallest = self.block_minima.min()
-        if self.alpha == 0.0 and self.n_step == 1:  # known from the counters
-            masses = np.full(self.world.world_size, float(len(self) // self.world.world_size))
+        filled, smallest = min(self.time, self.capacity), 1.0
+        if self.plain:
+            masses = np.full(self.world.world_size, float(filled * len(self.envs)))
         else:
-            table = self.world.gather([block_ends[-1], smallest, self.largest])  # collective
+            self._sum_blocks()
+            block_ends = self.block_sums.cumsum()
+            table = self.world.gather([block_ends[-1], self.block_minima.min(), self.largest])  # collective
             masses, smallest, self.new_priority = table[:, 0], table[:, 1].min(), table[:, 2].max()
         rank_ends = masses.cumsum()
         draws = torch.rand(batch_size, generator=generator, dtype=torch.float64).numpy()
-        points = (np.arange(batch_size) + draws) / batch_size * rank_ends[-1]
+        points = (np.arange(batch_size) + draws) * (rank_ends[-1] / batch_size)  # ascending
         points = np.minimum(points, np.nextafter(rank_ends[-1], 0))
-        places = np.flatnonzero(np.searchsorted(rank_ends, points, side="right") == self.world.rank)
-        targets = points[places] - (rank_ends[self.world.rank] - masses[self.world.rank])
+        start = rank_ends[self.world.rank] - masses[self.world.rank]
+        first = np.searchsorted(points, rank_ends[self.world.rank - 1]) if self.world.rank else 0
+        behind = np.searchsorted(points, rank_ends[self.world.rank])
+        targets = points[first:behind] - start
 
-        # the block that a point falls into, then its place there; roundings stay inside
-        targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
-        blocks = np.searchsorted(block_ends, targets, side="right")
-        ends = self.priorities[blocks].cumsum(1)
-        targets = (targets - (block_ends[blocks] - self.block_sums[blocks])).clip(0.0)
-        targets = np.minimum(targets, np.nextafter(ends[:, -1], 0))
-        indices = blocks * BLOCK + (ends <= targets[:, None]).sum(1)
-        weights = (self.priorities.reshape(-1)[indices] / smallest) ** -beta if len(indices) else np.zeros(0)
+        if self.plain:
+            targets = np.minimum(targets.clip(0.0), masses[0] - 1.0)
+            env, place = np.divmod(targets.astype(np.int64), filled)
+            indices, weights = env * self.capacity + place, np.ones(len(env))
+        else:
+            indices = self._find(targets, block_ends)
+            env, place = np.divmod(indices, self.capacity)
+            weights = (self.priorities.reshape(-1)[indices] / smallest) ** -beta
 
         # n-step returns, which stop at an end
-        env, place = np.divmod(indices, self.capacity)
         time = self.time - 1 - (self.time - 1 - place) % self.capacity
-        rewards, running, last = np.zeros(len(env)), np.ones(len(env), bool), time
-        for k in range(self.n_step):
-            at = (time + k) % self.capacity
-            rewards += np.where(running, self.gamma**k * self.rewards[env, at], 0.0)
+        at, last, rewards = indices, time, self.rewards.take(indices).astype(np.float64)
+        running = np.ones(len(env), bool)
+        for k in range(1, self.n_step):
+            running &= ~(self.terminations.take(at) | self.truncations.take(at))
             last = np.where(running, time + k, last)
-            running &= ~(self.terminations[env, at] | self.truncations[env, at])
-        terminated, kept = self.terminations[env, last % self.capacity], self.final[env, last % self.capacity]
-        discounts = np.where(terminated, 0.0, self.gamma ** (last - time + 1.0))
+            at = env * self.capacity + last % self.capacity
+            rewards += np.where(running, self.gamma**k * self.rewards.take(at), 0.0)
+        discounts = np.where(self.terminations.take(at), 0.0, self.discounts.take(last - time))
         next_obs = self._observations(env, last + 1)
-        next_obs[kept > 0] = self.final_obs[kept[kept > 0] - 1]
+        kept = self.final.take(at)
+        if kept.any():
+            next_obs[kept > 0] = self.final_obs[kept[kept > 0] - 1]
 
         def tensor(x: np.ndarray) -> torch.Tensor:
             x = torch.from_numpy(x)
@@ -191,7 +196,7 @@ class ReplayBuffer:
 
         obs, actions = torch.from_numpy(self._observations(env, time)), torch.from_numpy(self.actions[env, place])
         return Batch(
-            torch.from_numpy(places),
+            torch.arange(first, behind),
             indices,
             tensor(weights),
             obs.to(device),
@@ -201,10 +206,27 @@ class ReplayBuffer:
             torch.from_numpy(next_obs).to(device),
         )
 
+    def _sum_blocks(self) -> None:
+        """Bring the sums and minima of the blocks up to date whose priorities changed."""
+        if self.touched:
+            blocks = np.unique(np.concatenate(self.touched))
+            self.touched, parts = [], self.priorities[blocks]
+            self.block_sums[blocks] = parts.sum(1)
+            self.block_minima[blocks] = np.where(parts > 0, parts, np.inf).min(1)
+
+    def _find(self, targets: np.ndarray, block_ends: np.ndarray) -> np.ndarray:
+        """The places where the running sum of this rank's priorities passes `targets` (b,); roundings stay inside."""
+        targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
+        blocks = np.searchsorted(block_ends, targets, side="right")
+        ends = self.priorities[blocks].cumsum(1)
+        targets = (targets - (block_ends[blocks] - self.block_sums[blocks])).clip(0.0)
+        targets = np.minimum(targets, np.nextafter(ends[:, -1], 0))
+        return blocks * BLOCK + (ends <= targets[:, None]).sum(1)
+
     def _observations(self, env: np.ndarray, time: np.ndarray) -> np.ndarray:
         """Observations of environments `env` (b,) at vector steps `time` (b,) -> (b, *shape), a copy."""
         if self.stack == 1:
-            return self.frames[env, time % self.rows]
+            return self.frames.reshape(-1, *self.frames.shape[2:]).take(env * self.rows + time % self.rows, axis=0)
         rows = (time[:, None] + np.arange(1 - self.stack, 1)) % self.rows  # (b, stack), oldest first
         starts = self.first[env[:, None], rows[:, 1:]]  # what is before an episode's first frame is not of it
         known = ~np.logical_or.accumulate(starts[:, ::-1], 1)[:, ::-1]

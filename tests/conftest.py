@@ -2,4 +2,6 @@
 
 import os
 
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+HERE = os.path.dirname(__file__)
+paths = os.pathsep.join([os.path.dirname(HERE), HERE])  # for processes that tests start
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

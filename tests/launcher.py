@@ -54,11 +54,15 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
         module.DDP = lambda loss, **_: loss
 
 
-if __name__ == "__main__":
+def main(words: list[str]) -> None:
     torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
-    script = importlib.import_module(sys.argv[1].removesuffix(".py"))
-    sys.argv = sys.argv[1:]
+    script = importlib.import_module(words[0].removesuffix(".py"))
+    sys.argv = words
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)
     distributed.launch(script.main, lambda: script.tyro.cli(script.Args))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -51,7 +51,7 @@ def test_unequal_shares_give_the_gradient_of_the_whole(tmp_path):
     """Two ranks, one of them with none of the batch, and one with 3 of 8 rows: one process's gradient, to 1e-12."""
     program = tmp_path / "shares.py"
     program.write_text(
-        "import sys, numpy as np, torch, dqn_ddp\n"
+        "import sys, torch\n"
         "from dqn_ddp import DDP, QNetwork, TDLoss, World, gym\n"
         "torch.set_default_dtype(torch.float64)\n"
         "def main(world):\n"
@@ -70,7 +70,7 @@ def test_unequal_shares_give_the_gradient_of_the_whole(tmp_path):
         "world = World(cuda=False)\n"
         "with world.process_group(60):\n"
         "    main(world)\n"
-        "print('equal on rank', world.rank)\n"
+        "sys.stdout.write(f'equal on rank {world.rank}\\n')\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -44,7 +44,7 @@ def make_actor() -> sac_ddp.Actor:
 
 
 def test_log_probability_is_that_of_the_squashed_normal(float64):
-    """Against torch's own transformed distribution, over two dimensions with other bounds; and in the space's bounds."""
+    """Against torch's own transformed distribution, in two dimensions with other bounds; and so is acting in numpy."""
     actor, obs, noise = make_actor(), torch.randn(50, 3), torch.randn(50, 2)
     actions, log_prob = actor(obs, noise)
     mean, squashed = actor.layers(obs).split(2, -1)
@@ -108,7 +108,7 @@ def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
     """Two ranks, one with none of the batch, and 3 of 8 rows: one process's gradients, log alpha's too, to 1e-12."""
     program = tmp_path / "shares.py"
     program.write_text(
-        "import torch\n"
+        "import sys, torch\n"
         "from sac_ddp import DDP, Actor, ActorLoss, CriticLoss, Critics, World, gym, nn\n"
         "torch.set_default_dtype(torch.float64)\n"
         "def main(world):\n"
@@ -126,14 +126,16 @@ def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
         "        part = [x.split(rows)[world.rank] for x in batch]\n"
         "        for p in parameters:\n"
         "            p.grad = None\n"
-        "        DDP(CriticLoss(critics, 2 / 8), static_graph=True)(*part)[0].backward()\n"
-        "        DDP(ActorLoss(actor, log_alpha, frozen, 2 / 8), static_graph=True)(*part[:2])[0].backward()\n"
+        "        critic_loss = DDP(CriticLoss(critics, 2 / 8), static_graph=True)\n"
+        "        actor_loss = DDP(ActorLoss(actor, log_alpha, frozen, 2 / 8), static_graph=True)\n"
+        "        critic_loss(*part)[0].backward()\n"
+        "        actor_loss(*part[:2])[0].backward()\n"
         "        for p, g in zip(parameters, whole, strict=True):\n"
         "            torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)\n"
         "world = World(cuda=False)\n"
         "with world.process_group(60):\n"
         "    main(world)\n"
-        "print('equal on rank', world.rank)\n"
+        "sys.stdout.write(f'equal on rank {world.rank}\\n')\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
