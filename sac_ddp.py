@@ -199,16 +199,23 @@ class Actor(nn.Module):
 
 
 class Critics(nn.Module):
-    """Observations (B, size) and actions (B, d) -> the values of both critics, (B,) each."""
+    """Observations (B, size) and actions (B, d) -> the values of both critics, (2, B).
+
+    The weights of both are stacked, (2, in, out), so that a layer is one batched product.
+    """
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
         super().__init__()
-        size = obs_space.shape[0] + math.prod(action_space.shape)
-        self.qf1, self.qf2 = mlp(size, 1), mlp(size, 1)
+        twins = [mlp(obs_space.shape[0] + math.prod(action_space.shape), 1) for _ in range(2)]
+        pairs = list(zip(*(twin[::2] for twin in twins), strict=True))
+        self.weights = nn.ParameterList(torch.stack([layer.weight.T for layer in pair]) for pair in pairs)
+        self.biases = nn.ParameterList(torch.stack([layer.bias[None] for layer in pair]) for pair in pairs)
 
-    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.cat([obs.to(actions.dtype), actions], -1)
-        return self.qf1(x).squeeze(-1), self.qf2(x).squeeze(-1)
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([obs.to(actions.dtype), actions], -1).expand(2, -1, -1)
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x.relu() if i else x, weight)
+        return x.squeeze(-1)
 
 
 # ALGO LOGIC: losses
@@ -229,13 +236,11 @@ class CriticLoss(nn.Module):
         td_target: torch.Tensor,  # (b,)
         weights: torch.Tensor,  # (b,)
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Returns this rank's share of the loss and, detached, its two parts, the TD errors (b,) and values (b,)."""
-        qf1, qf2 = self.critics(obs, actions)
-        qf1_loss = (weights * (qf1 - td_target) ** 2).sum() * self.scale
-        qf2_loss = (weights * (qf2 - td_target) ** 2).sum() * self.scale
-        td_errors = 0.5 * ((qf1 - td_target).abs() + (qf2 - td_target).abs())
-        parts = (qf1_loss, qf2_loss, td_errors, qf1, qf2)
-        return qf1_loss + qf2_loss, tuple(part.detach() for part in parts)
+        """Returns this rank's share of the loss and, detached, its parts (2,), the TD errors (b,) and values (2, b)."""
+        qf = self.critics(obs, actions)
+        delta = qf - td_target
+        qf_losses = (weights * delta**2).sum(1) * self.scale
+        return qf_losses.sum(), (qf_losses.detach(), delta.detach().abs().mean(0), qf.detach())
 
 
 class ActorLoss(nn.Module):
@@ -253,7 +258,7 @@ class ActorLoss(nn.Module):
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """obs (b, size), noise (b, d) -> this rank's share of the loss and, detached, its two parts."""
         actions, log_prob = self.actor(obs, noise)
-        min_qf = torch.min(*self.frozen[0](obs, actions))
+        min_qf = torch.minimum(*self.frozen[0](obs, actions))
         actor_loss = (self.log_alpha.detach().exp() * log_prob - min_qf).sum() * self.scale
         alpha_loss = -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).sum() * self.scale
         return actor_loss + alpha_loss, (actor_loss.detach(), alpha_loss.detach())
@@ -398,17 +403,16 @@ def train(
                 noise = torch.randn(args.batch_size, d, generator=generator)[data.places].to(device)
                 with torch.no_grad():
                     next_actions, next_logprob = actor(data.next_obs, noise)
-                    min_qf_next_target = torch.min(*critics_target(data.next_obs, next_actions))
+                    min_qf_next_target = torch.minimum(*critics_target(data.next_obs, next_actions))
                     alpha = log_alpha.exp()
                     td_target = compute_td_target(data.rewards, data.discounts, min_qf_next_target, next_logprob, alpha)
-                loss, parts = ddp_critic_loss(data.obs, data.actions, td_target, data.weights)
-                qf1_loss, qf2_loss, td_errors, qf1, qf2 = parts
+                loss, (qf_losses, td_errors, qf) = ddp_critic_loss(data.obs, data.actions, td_target, data.weights)
                 q_optimizer.zero_grad(set_to_none=True)
                 loss.backward()  # collective
                 q_optimizer.step()
                 if args.prioritized:
                     rb.update_priorities(data.indices, td_errors)
-                critic_stats.append(torch.stack([qf1_loss, qf2_loss, scale * qf1.sum(), scale * qf2.sum()]))
+                critic_stats.append(torch.cat([qf_losses, scale * qf.sum(1)]))
 
                 if k % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # makes up for the delay

@@ -88,7 +88,7 @@ def test_losses_by_hand(float64):
     loss, parts = sac_ddp.CriticLoss(critics, 1 / 5)(obs, actions, target, weights)
     by_hand = sum(w * ((a - t) ** 2 + (b - t) ** 2) for w, a, b, t in zip(weights, qf1, qf2, target, strict=True)) / 5
     torch.testing.assert_close(loss, by_hand)
-    torch.testing.assert_close(parts[2], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
+    torch.testing.assert_close(parts[1], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
 
     loss, (actor_loss, _) = sac_ddp.ActorLoss(actor, log_alpha, critics, 1 / 5)(obs, noise)
     torch.testing.assert_close(actor_loss, (0.3 * log_prob - torch.min(qf1, qf2)).mean())
