@@ -13,6 +13,8 @@ import torch
 
 from common import distributed
 
+FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.bias", "Actor": "layers.4.bias"}  # and a parameter of it
+
 
 def perturb(module, rank: int, after: int, kind: str) -> None:
     """Arrange for `kind` to happen on `rank` when it has gathered `after` times."""
@@ -31,19 +33,21 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
                 time.sleep(1000)
             if kind == "parameter":
                 with torch.no_grad():
-                    agents[0].actor.bias[1] += 1e-7
+                    dict(networks[0].named_parameters())[name][1] += 1e-7
         return gather(self, values)
 
     distributed.World.gather = faulty_gather
-    agents = []
+    networks = []
     if kind == "parameter":
-        init = module.Agent.__init__
+        found = [c for c in FIRST_NETWORK if hasattr(module, c)]
+        network, name = getattr(module, found[0]), FIRST_NETWORK[found[0]]
+        init = network.__init__
 
         def keep(self, *args, **kwargs):
             init(self, *args, **kwargs)
-            agents.append(self)
+            networks.append(self)
 
-        module.Agent.__init__ = keep
+        network.__init__ = keep
     if kind == "refuse" and here:
 
         def refuse(*args, **kwargs):

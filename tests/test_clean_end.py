@@ -14,6 +14,9 @@ from runs import Run, descendants, finish, start
 SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"
 LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6 --check-sync-every 512"
 PHASES = "--n-pi 2 --aux-epochs 4 --num-aux-minibatches 4"
+REPLAY = "--buffer-size 4000 --learning-starts 100 --batch-size 16 --log-every 64 --prioritized"
+SHORT_REPLAY = f"{REPLAY} --total-timesteps 1024 --eval-every 512 --eval-episodes 4"
+LONG_REPLAY = f"{REPLAY} --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6 --check-sync-every 512"
 
 
 def begin(script, world_size, flags, run_dir, launcher=True, rows=3, **env):
@@ -42,25 +45,37 @@ def ended(process, family, run_dir, within=15.0) -> Run:
     return run
 
 
-@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", ""), ("ppg_ddp.py", PHASES)])
-def test_a_changed_parameter_is_named(script, flags, tmp_path):
+@pytest.mark.parametrize(
+    "script, flags, name",
+    [
+        ("ppo_ddp.py", SHORT, "agent.actor.bias"),
+        ("ppg_ddp.py", f"{SHORT} {PHASES}", "agent.actor.bias"),
+        ("dqn_ddp.py", SHORT_REPLAY, "q_network.head.bias"),
+        ("sac_ddp.py", SHORT_REPLAY, "actor.layers.4.bias"),
+    ],
+)
+def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
     """A parameter moved by 1e-7 on rank 1 ends the run with the tensor's name, the rank and the step, said once."""
-    flags = f"{SHORT} {flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
+    flags = f"{flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
     run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="parameter@1@6"), tmp_path, timeout=60)
     assert run.code == 1
-    assert run.err.count("error: step ") == 1 and "agent.actor.bias on rank 1 differs from rank 0's" in run.err, run.err
+    assert run.err.count("error: step ") == 1 and f"{name} on rank 1 differs from rank 0's" in run.err, run.err
 
 
-def test_a_loss_outside_the_wrapper_is_caught(tmp_path):
+@pytest.mark.parametrize(
+    "script, flags, said", [("ppo_ddp.py", SHORT, "step 64: agent."), ("sac_ddp.py", SHORT_REPLAY, "step 128: actor.")]
+)
+def test_a_loss_outside_the_wrapper_is_caught(script, flags, said, tmp_path):
     """Without DDP around the loss the ranks part at the first update, and the check says so."""
-    flags = f"{SHORT} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
-    run = finish(start("ppo_ddp.py", 2, flags, True, LOCKSTEP_FAULT="bare@0@0"), tmp_path, timeout=60)
-    assert run.code == 1 and "error: step 64: agent." in run.err and "on rank 1 differs" in run.err, run.err
+    flags = f"{flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
+    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="bare@0@0"), tmp_path, timeout=60)
+    assert run.code == 1 and f"error: {said}" in run.err and "on rank 1 differs" in run.err, run.err
 
 
-def test_a_crash_on_one_rank_shows_its_traceback(tmp_path):
+@pytest.mark.parametrize("script, flags, at", [("ppo_ddp.py", LONG, 40), ("dqn_ddp.py", LONG_REPLAY, 200)])
+def test_a_crash_on_one_rank_shows_its_traceback(script, flags, at, tmp_path):
     """The other rank ends too, and says one line instead of a traceback of its own."""
-    process, family = begin("ppo_ddp.py", 2, LONG, tmp_path, LOCKSTEP_FAULT="raise@1@40")
+    process, family = begin(script, 2, flags, tmp_path, LOCKSTEP_FAULT=f"raise@1@{at}")
     run = ended(process, family, tmp_path)
     assert run.code == 1 and "ZeroDivisionError: a fault on purpose" in run.err
     assert "rank 0: stopped, because another rank ended." in run.err
@@ -82,18 +97,26 @@ def test_an_exception_in_one_process_gives_code_1(tmp_path):
     assert run.code == 1 and run.err.count("ZeroDivisionError: a fault on purpose") == 1
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_one_process_stops_on_request(number, code, tmp_path):
-    """Plain python, with asynchronous environments: the end of the iteration, the model written, and the right code."""
-    process, family = begin("ppg_ddp.py", 1, f"{LONG} {PHASES} --vectorization async --save-model", tmp_path)
+@pytest.mark.parametrize(
+    "script, flags, number, code",
+    [
+        ("ppg_ddp.py", f"{LONG} {PHASES}", signal.SIGINT, 130),
+        ("dqn_ddp.py", LONG_REPLAY, signal.SIGINT, 130),
+        ("sac_ddp.py", LONG_REPLAY, signal.SIGTERM, 143),
+    ],
+)
+def test_one_process_stops_on_request(script, flags, number, code, tmp_path):
+    """Plain python, with asynchronous environments: the next boundary, the model written, and the right code."""
+    process, family = begin(script, 1, f"{flags} --vectorization async --save-model", tmp_path)
     os.killpg(process.pid, number)  # to all of its group, as a terminal's Ctrl-C
     run = ended(process, family, tmp_path)
     assert run.code == code and run.model["global_step"] > 0 and "Traceback" not in run.err, run.err
 
 
-def test_two_ranks_stop_on_request(tmp_path):
+@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", LONG), ("sac_ddp.py", LONG_REPLAY)])
+def test_two_ranks_stop_on_request(script, flags, tmp_path):
     """One rank alone is asked; both agree at the next boundary, and the model is written."""
-    process, family = begin("ppo_ddp.py", 2, f"{LONG} --save-model", tmp_path)
+    process, family = begin(script, 2, f"{flags} --save-model", tmp_path)
     ranks = [p for p in family if "launcher.py" in " ".join(p.cmdline()) and "torch.distributed.run" not in p.cmdline()]
     assert len(ranks) == 2
     ranks[1].send_signal(signal.SIGTERM)
@@ -116,15 +139,15 @@ def test_a_run_that_reaches_no_boundary_is_ended(signals, least, most, tmp_path)
 
 @pytest.mark.slow
 def test_fifty_short_runs_end_well(tmp_path):
-    """50 two-rank runs in a row all exit with 0."""
-    flags = "--num-steps 16 --total-timesteps 640 --eval-every 320 --eval-episodes 2"
+    """50 two-rank runs of each family in a row all exit with 0."""
+    steps = "--num-steps 16 --total-timesteps 640 --eval-every 320 --eval-episodes 2"
+    replay = f"{REPLAY} --total-timesteps 640 --eval-every 320 --eval-episodes 2"
+    runs = [("ppo_ddp.py", steps), ("dqn_ddp.py", replay), ("ppg_ddp.py", f"{steps} {PHASES}"), ("sac_ddp.py", replay)]
     codes = []
-    for number in range(50):
-        run_dir = tmp_path / str(number)
-        script = ("ppo_ddp.py", "ppg_ddp.py")[number % 2]
-        extra = f" {PHASES}" if number % 2 else ""
-        codes.append(finish(start(script, 2, f"{flags}{extra} --run-dir {run_dir}"), run_dir, timeout=60).code)
-    assert codes == [0] * 50
+    for number in range(100):
+        run_dir, (script, flags) = tmp_path / str(number), runs[number % 4]
+        codes.append(finish(start(script, 2, f"{flags} --run-dir {run_dir}"), run_dir, timeout=60).code)
+    assert codes == [0] * 100
 
 
 @pytest.mark.slow
@@ -133,8 +156,9 @@ def test_signals_at_random_moments(number, tmp_path):
     """15 times each, to torchrun, in whatever the ranks then do: rollout, update, auxiliary phase, evaluation."""
     chance = random.Random(int(number))
     for trial in range(15):
-        flags = f"{LONG} {PHASES}" + (" --vectorization async" if trial % 3 == 0 else "")
-        process, family = begin("ppg_ddp.py", 2, flags, tmp_path / str(trial), launcher=False)
+        script, flags = (("ppg_ddp.py", f"{LONG} {PHASES}"), ("sac_ddp.py", LONG_REPLAY))[trial % 2]
+        flags += " --vectorization async" if trial % 3 == 0 else ""
+        process, family = begin(script, 2, flags, tmp_path / str(trial), launcher=False)
         time.sleep(chance.uniform(0, 2))
         family = descendants(process)
         process.send_signal(number)
@@ -149,8 +173,9 @@ def test_a_rank_lost_at_random_moments(kind, tmp_path):
     chance = random.Random(kind)
     for trial in range(15):
         fault = f"{kind}@{trial % 2}@{chance.randint(20, 120)}"
-        flags = f"{LONG} {PHASES}" + (" --vectorization async" if trial % 3 == 0 else "")
-        process, family = begin("ppg_ddp.py", 2, flags, tmp_path / str(trial), LOCKSTEP_FAULT=fault)
+        script, flags = (("ppg_ddp.py", f"{LONG} {PHASES}"), ("dqn_ddp.py", LONG_REPLAY))[trial % 3 % 2]
+        flags += " --vectorization async" if trial % 5 == 0 else ""
+        process, family = begin(script, 2, flags, tmp_path / str(trial), LOCKSTEP_FAULT=fault)
         assert ended(process, family, tmp_path / str(trial)).code == 1
 
 

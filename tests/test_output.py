@@ -17,11 +17,14 @@ import torch
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
+import sac_ddp
 from runs import ROOT, finish, run, start
 
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py")
-ALL = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp}
+ALL = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 SHORT = "--num-steps 32 --total-timesteps 2048 --eval-every 1000 --eval-episodes 3"
+REPLAY = "--learning-starts 900 --batch-size 16 --total-timesteps 1202 --eval-every 500 --eval-episodes 3"
+REPLAY += " --log-every 200"
 
 
 def wandb_history(path: Path) -> list[dict]:
@@ -46,16 +49,17 @@ def wandb_history(path: Path) -> list[dict]:
     return rows
 
 
-def test_wandb_holds_what_metrics_csv_holds(tmp_path):
+@pytest.mark.parametrize("script, flags, rows", [("ppo_ddp.py", SHORT, 16 + 2), ("sac_ddp.py", REPLAY, 6 + 3)])
+def test_wandb_holds_what_metrics_csv_holds(script, flags, rows, tmp_path):
     """Two ranks, offline: one run, whose history equals metrics.csv, with `charts/SPS` added."""
-    flags = f"--track {SHORT} --run-dir {tmp_path / 'run'}"
-    result = finish(start("ppo_ddp.py", 2, flags, cwd=tmp_path, WANDB_MODE="offline"), tmp_path / "run", timeout=120)
+    number, flags = rows, f"--track {flags} --run-dir {tmp_path / 'run'}"
+    result = finish(start(script, 2, flags, cwd=tmp_path, WANDB_MODE="offline"), tmp_path / "run", timeout=120)
     assert result.code == 0, result.err
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     history = wandb_history(file)
     with open(tmp_path / "run" / "metrics.csv", newline="") as csv_file:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(csv_file)]
-    assert len(history) == len(rows) == 16 + 2
+    assert len(history) == len(rows) == number
     for logged, row in zip(history, rows, strict=True):
         assert {k: v for k, v in logged.items() if not k.startswith("_") and k != "charts/SPS"} == row
         assert logged.get("charts/SPS") == row.get("time/SPS")
@@ -98,6 +102,36 @@ def test_the_run_directory(script, tmp_path):
     agent.load_state_dict(model["agent"])  # no `module.` prefixes
 
 
+@pytest.mark.parametrize("script", ["dqn_ddp.py", "sac_ddp.py"])
+def test_the_run_directory_of_replay_scripts(script, tmp_path):
+    """The whole vector steps that fit, blank losses before the first gradient step, networks that load."""
+    result = run(script, 2, f"{REPLAY} --save-model --check-sync-every 400", tmp_path / "a")
+    module, loss = ALL[script], "losses/td_loss" if script == "dqn_ddp.py" else "losses/qf1_loss"
+    with open(result.dir / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["global_step", *module.COLUMNS] and "1200 transitions by 4 env" in result.out
+    updates = [row for row in rows if row["charts/learning_rate"]]
+    assert [int(row["global_step"]) for row in updates] == [200, 400, 600, 800, 1000, 1200]
+    assert [bool(row[loss]) for row in updates] == [False] * 4 + [True] * 2
+    assert [int(row["global_step"]) for row in rows if row["eval/episodic_return"]] == [500, 1000, 1200]
+    for row in updates:
+        assert bool(row["charts/episodic_return"]) == (row["charts/episodes"] != "0")
+        for name, cell in row.items():
+            assert cell == "" or repr(float(cell)) == cell or repr(int(cell)) == cell, name
+    config, model = json.loads((result.dir / "config.json").read_text()), result.model
+    assert model["global_step"] == 1200 and model["args"] == config["args"] and module.Args(**config["args"])
+    envs = module.make_envs(module.Args().env_id, 1, (module.gym.spaces.Space,))
+    spaces = envs.single_observation_space, envs.single_action_space
+    envs.close()
+    if script == "dqn_ddp.py":
+        networks = {name: module.QNetwork(spaces[0], 2, False, False) for name in ("q_network", "target_network")}
+    else:
+        actor, critics = module.Actor(*spaces, torch.device("cpu")), module.Critics(*spaces)
+        networks = {"actor": actor, "critics": critics, "critics_target": critics}
+    for name, network in networks.items():
+        network.load_state_dict(model[name])  # no `module.` prefixes
+
+
 def test_the_default_directory_names_the_run(tmp_path):
     process = start("ppo_ddp.py", 1, "--env-id tests.envs:ShortCartPole-v0 --total-timesteps 512", cwd=tmp_path)
     assert finish(process, tmp_path, timeout=60).code == 0
@@ -123,10 +157,11 @@ def test_a_copied_script_runs(script, tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     flags = ["--total-timesteps", "4096", "--eval-every", "2048", "--run-dir", "run"]
-    flags += ["--learning-starts", "2000"] if script == "dqn_ddp.py" else ["--num-steps", "64"]
+    replay = script in ("dqn_ddp.py", "sac_ddp.py")
+    flags += ["--learning-starts", "4000"] if replay else ["--num-steps", "64"]
     done = subprocess.run([*launch, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    rows = 5 if script == "dqn_ddp.py" else 16
+    rows = 5 if replay else 16
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 1 + rows + 2
 
 

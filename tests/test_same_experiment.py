@@ -46,11 +46,21 @@ def test_float32_agrees_over_the_first_updates(tmp_path):
     assert_close(one, two, relative=1e-3, absolute=1e-5)
 
 
-@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py"])
-def test_the_same_command_gives_the_same_bytes(script, tmp_path):
+TEN = f"{SIZES} --total-timesteps {10 * 12 * 16} --eval-every 1000"
+REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-every 100 --eval-every 300 --save-model"
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_ddp.py", TEN),
+        ("ppg_ddp.py", f"{TEN} {PHASES} --n-pi 4"),
+        ("dqn_ddp.py", f"{REPLAY} --train-frequency 4 --prioritized"),
+        ("sac_ddp.py", f"{REPLAY} --train-frequency 4 --prioritized"),
+    ],
+)
+def test_the_same_command_gives_the_same_bytes(script, flags, tmp_path):
     """C2: at world size 2 and in float32, metrics and parameters of two runs are identical."""
-    flags = f"{SIZES} --total-timesteps {10 * 12 * 16} --eval-every 1000"
-    flags += f" {PHASES} --n-pi 4" if script == "ppg_ddp.py" else ""
     a, b = (run(script, 2, flags, tmp_path / name, dtype="float32") for name in "ab")
     assert a.rows == b.rows
     tensors_b = dict(flat(b.model))

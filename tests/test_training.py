@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ppo_ddp
-from runs import assert_close, run
+from runs import assert_close, finish, run, start
 
 SMALL = "--num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 4 --save-model"
 
@@ -27,6 +27,39 @@ def test_dots_are_learnt_from_images(script, tmp_path):
     flags += " --n-pi 8" if script == "ppg_ddp.py" else " --update-epochs 2"
     result = run(script, 2, flags, tmp_path / "run", dtype="float32")
     assert result.column("eval/episodic_return")[-1] > 18
+
+
+def test_dqn_learns_cartpole(tmp_path):
+    """Two ranks, prioritised double dueling networks over 3 steps: from 20 at random, an evaluation reaches 200."""
+    flags = "--prioritized --n-step 3 --double-q --dueling --learning-starts 1000 --learning-rate 1e-3"
+    flags += " --total-timesteps 30000 --exploration-fraction 0.3 --eval-every 4000 --eval-episodes 10"
+    result = run("dqn_ddp.py", 2, f"{flags} --stop-at-return 200", tmp_path / "run", dtype="float32")
+    assert result.column("eval/episodic_return")[-1] >= 200
+
+
+def test_dqn_learns_dots_from_images(tmp_path):
+    """The small convolutional network over boolean images."""
+    flags = "--env-id tests.envs:Dots-v0 --learning-starts 500 --train-frequency 4 --learning-rate 1e-3"
+    flags += " --total-timesteps 6000 --eval-every 2000 --exploration-fraction 0.3 --batch-size 32"
+    result = run("dqn_ddp.py", 1, flags, tmp_path / "run", dtype="float32")
+    assert result.column("eval/episodic_return")[-1] > 18
+
+
+def test_sac_learns_pendulum(tmp_path):
+    """From -1200 at random to above -250 within 6,000 transitions."""
+    flags = "--learning-starts 500 --batch-size 64 --total-timesteps 6000 --eval-every 1000 --stop-at-return -250"
+    result = run("sac_ddp.py", 1, f"{flags} --q-lr 2e-3 --policy-lr 1e-3", tmp_path / "run", dtype="float32")
+    assert result.column("eval/episodic_return")[-1] >= -250
+
+
+@pytest.mark.parametrize("script", ["dqn_ddp.py", "sac_ddp.py"])
+def test_replay_with_asynchronous_environments_gives_the_same_numbers(script, tmp_path):
+    flags = (
+        "--learning-starts 100 --batch-size 16 --total-timesteps 240 --eval-every 200 --eval-episodes 4 --save-model"
+    )
+    a = run(script, 1, flags, tmp_path / "sync")
+    b = run(script, 2, f"{flags} --vectorization async", tmp_path / "async")
+    assert_close(a, b)
 
 
 def test_asynchronous_environments_give_the_same_numbers(tmp_path):
@@ -56,10 +89,25 @@ def test_atari_runs_on_two_ranks(tmp_path):
     assert all(0 < distance < 0.01 for distance in moved.values()), moved
 
 
+def test_dqn_on_atari_runs_on_two_ranks(tmp_path):
+    """Frame-once storage of native Pong, uniform and prioritised: steps are exact, and all parameters move."""
+    flags = "--env-id ALE/Pong-v5 --num-envs 4 --buffer-size 400 --learning-starts 40 --batch-size 8 --save-model"
+    flags += (
+        " --total-timesteps 80 --train-frequency 8 --log-every 40 --target-network-frequency 1000000 --eval-every 0"
+    )
+    for extra in ("", "--prioritized --n-step 3"):
+        result = run("dqn_ddp.py", 2, f"{flags} {extra}", tmp_path / f"run{len(extra)}", dtype="float32")
+        assert [int(x) for x in result.column("global_step")] == [40, 80] and len(result.column("losses/td_loss")) == 1
+        start = result.model["target_network"]
+        moved = {name: (x - start[name]).abs().max().item() for name, x in result.model["q_network"].items()}
+        assert all(0 < distance < 0.01 for distance in moved.values()), moved
+
+
 def test_compiled_losses_give_the_same_numbers(tmp_path):
     """`--compile` changes the speed and, in float64, nothing beyond rounding."""
     flags = SMALL.replace("1024", "256")
     a = run("ppg_ddp.py", 1, f"{flags} --n-pi 2 --aux-epochs 1", tmp_path / "a")
-    b = run("ppg_ddp.py", 1, f"{flags} --n-pi 2 --aux-epochs 1 --compile", tmp_path / "b", TORCH_LOGS="graph_code")
+    flags += f" --n-pi 2 --aux-epochs 1 --compile --run-dir {tmp_path / 'b'}"
+    b = finish(start("ppg_ddp.py", 1, flags, True, TORCH_LOGS="graph_code", LOCKSTEP_DTYPE="float64"), tmp_path / "b")
     assert_close(a, b)
     assert "addmm" in b.err or "linear" in b.err, "nothing was compiled"
