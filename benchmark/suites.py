@@ -1,0 +1,106 @@
+"""The benchmark runs as plain data: script, environment, exact flags, and the seeds at each world size.
+
+A `variant` tells two works of one script on one environment apart. `REFERENCES` are published returns, with source.
+"""
+
+ONE_TO_FIVE = {1: (1, 2, 3, 4, 5), 2: (1, 2)}  # world size: seeds
+ONE_TO_THREE = {1: (1, 2, 3)}
+
+# as RL Zoo's settings for PPO, apart from normalisation and the larger minibatches
+LUNAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 16 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
+PPO_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --num-envs 1 --num-steps 2048 --num-minibatches 32"
+PPO_MUJOCO += " --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs"
+SAC_MUJOCO = "--total-timesteps 1000000 --eval-every 25000 --log-every 5000"
+PPO_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 16 --learning-rate 1e-3 --no-norm-reward"
+PPG_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 16"
+DQN_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --log-every 10000 --buffer-size 100000 --batch-size 32"
+DQN_MINATAR += " --learning-starts 5000 --train-frequency 4 --target-network-frequency 1000 --exploration-fraction 0.1"
+PPO_ATARI = "--total-timesteps 10000000 --eval-every 250000 --num-envs 8 --clip-coef 0.1 --no-norm-reward"
+DQN_ATARI = "--total-timesteps 10000000 --eval-every 250000 --log-every 50000 --num-envs 8 --buffer-size 1000000"
+DQN_ATARI += " --batch-size 32 --learning-rate 1e-4 --learning-starts 80000 --train-frequency 4"
+DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-e 0.01"
+
+
+def work(script: str, env_id: str, flags: str, seeds: dict[int, tuple[int, ...]], variant: str = "") -> dict:
+    return {"script": script, "env_id": env_id, "flags": flags, "seeds": seeds, "variant": variant}
+
+
+SUITES = {
+    "classic": [
+        work("ppo_ddp.py", "CartPole-v1", "--total-timesteps 200000 --eval-every 10000", ONE_TO_FIVE),
+        work("ppg_ddp.py", "CartPole-v1", "--total-timesteps 300000 --eval-every 15000", ONE_TO_FIVE),
+        work("dqn_ddp.py", "CartPole-v1", "--eval-every 25000 --log-every 5000", ONE_TO_FIVE),
+        work(
+            "dqn_ddp.py", "CartPole-v1", "--eval-every 25000 --log-every 5000 --prioritized", ONE_TO_FIVE, "prioritized"
+        ),
+        work("ppo_ddp.py", "Acrobot-v1", "--total-timesteps 500000 --eval-every 25000", ONE_TO_FIVE),
+        work("ppg_ddp.py", "Acrobot-v1", "--total-timesteps 500000 --eval-every 25000", ONE_TO_FIVE),
+        work("dqn_ddp.py", "Acrobot-v1", "--eval-every 25000 --log-every 5000", ONE_TO_FIVE),
+        work(
+            "ppo_ddp.py",
+            "LunarLander-v3",
+            f"{LUNAR} --num-steps 1024 --num-minibatches 64 --learning-rate 3e-4",
+            ONE_TO_FIVE,
+        ),
+        work("ppg_ddp.py", "LunarLander-v3", f"{LUNAR} --num-steps 256 --num-minibatches 8", ONE_TO_FIVE),
+        work(
+            "dqn_ddp.py",
+            "LunarLander-v3",
+            "--total-timesteps 500000 --eval-every 25000 --log-every 5000 --buffer-size 100000 --train-frequency 4"
+            " --learning-rate 5e-4 --exploration-fraction 0.2 --double-q",
+            ONE_TO_FIVE,
+        ),
+        work("sac_ddp.py", "Pendulum-v1", "--total-timesteps 20000 --eval-every 1000", ONE_TO_FIVE),
+    ],
+    "minatar": [
+        work(script, env_id, flags, ONE_TO_THREE)
+        for env_id in ("MinAtar/Breakout-v1", "MinAtar/SpaceInvaders-v1")
+        for script, flags in (("ppo_ddp.py", PPO_MINATAR), ("ppg_ddp.py", PPG_MINATAR), ("dqn_ddp.py", DQN_MINATAR))
+    ],
+    "mujoco": [
+        work(script, env_id, flags, seeds)
+        for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
+        for script, flags, seeds in (("ppo_ddp.py", PPO_MUJOCO, ONE_TO_THREE), ("sac_ddp.py", SAC_MUJOCO, {1: (1, 2)}))
+    ],
+    "atari": [
+        work(script, env_id, flags, ONE_TO_THREE)
+        for env_id in ("ALE/Pong-v5", "ALE/Breakout-v5", "ALE/BeamRider-v5")
+        for script, flags in (("ppo_ddp.py", PPO_ATARI), ("dqn_ddp.py", DQN_ATARI))
+    ],
+}
+
+CLEANRL, RL_ZOO = "CleanRL's documentation", "RL Zoo's benchmark page"
+REFERENCES = {  # (script, environment): (return, spread, transitions, source)
+    ("ppo_ddp.py", "CartPole-v1"): (490, 6, 500_000, CLEANRL),
+    ("dqn_ddp.py", "CartPole-v1"): (489, 16, 500_000, CLEANRL),
+    ("ppo_ddp.py", "Acrobot-v1"): (-86, 1, 500_000, CLEANRL),
+    ("dqn_ddp.py", "Acrobot-v1"): (-92, 7, 500_000, CLEANRL),
+    ("ppo_ddp.py", "LunarLander-v3"): (242, 32, 1_000_000, RL_ZOO),
+    ("ppo_ddp.py", "HalfCheetah-v5"): (1443, 46, 1_000_000, f"{CLEANRL} (v4)"),
+    ("ppo_ddp.py", "Hopper-v5"): (2383, 272, 1_000_000, f"{CLEANRL} (v4)"),
+    ("ppo_ddp.py", "Walker2d-v5"): (2288, 572, 1_000_000, f"{CLEANRL} (v4)"),
+    ("sac_ddp.py", "HalfCheetah-v5"): (9635, 1424, 1_000_000, f"{CLEANRL} (v4)"),
+    ("sac_ddp.py", "Hopper-v5"): (2310, 343, 1_000_000, f"{CLEANRL} (v4)"),
+    ("sac_ddp.py", "Walker2d-v5"): (3591, 911, 1_000_000, f"{CLEANRL} (v4)"),
+    ("ppo_ddp.py", "ALE/Pong-v5"): (20.4, 0.2, 10_000_000, CLEANRL),
+    ("ppo_ddp.py", "ALE/Breakout-v5"): (415, 28, 10_000_000, CLEANRL),
+    ("ppo_ddp.py", "ALE/BeamRider-v5"): (1916, 485, 10_000_000, CLEANRL),
+    ("dqn_ddp.py", "ALE/Pong-v5"): (20.3, 0.4, 10_000_000, CLEANRL),
+    ("dqn_ddp.py", "ALE/Breakout-v5"): (367, 40, 10_000_000, CLEANRL),
+}
+
+# what a random agent and a good one reach: returns are scaled between them (0 to 1) in a suite's aggregate figure
+SCALES = {
+    "CartPole-v1": (22, 500),
+    "Acrobot-v1": (-500, -80),
+    "LunarLander-v3": (-180, 250),
+    "Pendulum-v1": (-1230, -150),
+    "MinAtar/Breakout-v1": (0.4, 20),
+    "MinAtar/SpaceInvaders-v1": (3, 100),
+    "HalfCheetah-v5": (-280, 9635),
+    "Hopper-v5": (20, 2310),
+    "Walker2d-v5": (2, 3591),
+    "ALE/Pong-v5": (-20.7, 20.4),
+    "ALE/Breakout-v5": (1.7, 415),
+    "ALE/BeamRider-v5": (364, 1916),
+}

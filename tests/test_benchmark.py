@@ -1,0 +1,132 @@
+"""The benchmark: its statistics, its commands, its runner that loses nothing, and figures and table as the data say."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tyro
+
+import dqn_ddp
+import ppg_ddp
+import ppo_ddp
+import sac_ddp
+from benchmark import plot
+from benchmark import run as runner
+from benchmark.suites import REFERENCES, SCALES, SUITES
+from runs import ROOT
+
+SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
+RESULTS = ROOT / "benchmark" / "results"
+
+
+def test_interquartile_mean_by_hand():
+    """Of four the middle two; of five 3/4, 1 and 3/4 of the middle three; of two and three their edges in part."""
+    assert plot.interquartile_mean(np.array([4.0, 1.0, 100.0, 2.0]), 0) == 3.0
+    assert plot.interquartile_mean(np.array([0.0, 1.0, 2.0, 3.0, 100.0]), 0) == pytest.approx(2.0)
+    assert plot.interquartile_mean(np.array([1.0, 5.0]), 0) == 3.0
+    table = np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
+    assert plot.interquartile_mean(table, 0).tolist() == [2.5, 25.0]
+
+
+def test_the_interval_is_that_of_the_mean_of_a_normal():
+    """Of 400 normal draws: the known 95 % interval of a 25 % trimmed mean, +- 1.96 * 1.093 / 20, to a tenth."""
+    x = np.random.default_rng(1).normal(size=400)
+    low, high = plot.interval([x])
+    assert (high - low) / 2 == pytest.approx(1.96 * 1.093 / 20, rel=0.15)
+    assert low < plot.interquartile_mean(x, 0) < high
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_command_is_accepted(suite):
+    """Each run of each suite parses and passes its script's own checks, and has a name of its own."""
+    runs = runner.runs_of(suite)
+    assert len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        command = run.command(Path("somewhere"))
+        words = command[command.index(run.script) + 1 :]
+        args = tyro.cli(SCRIPTS[run.script].Args, args=words)
+        assert args.seed == run.seed and args.num_envs % run.world_size == 0
+        if run.script == "ppg_ddp.py":
+            phases = args.total_timesteps // (args.num_envs * args.num_steps * args.n_pi)
+            assert phases >= 10, f"{run.name}: {phases} auxiliary phases"
+        assert run.env_id in SCALES
+    assert all(env_id in SCALES for _, env_id in REFERENCES)
+
+
+TINY = """
+import sys
+from benchmark import run
+from benchmark.suites import SUITES, work
+short, long = "--eval-every 0 --num-steps 16 --total-timesteps", "--eval-every 0 --total-timesteps 200000"
+SUITES["tiny"] = [
+    work("ppo_ddp.py", "CartPole-v1", f"{short} 640", {1: (1, 2)}),
+    work("ppo_ddp.py", "CartPole-v1", long if LONG else f"{short} 1280", {1: (1, 2)}, "long"),
+    work("ppo_ddp.py", "NoSuchEnv-v0" if LONG else "CartPole-v1", f"{short} 64", {1: (3,)}),
+]
+sys.exit(run.main(run.Args("tiny", cores=2, results=run.Path("results"), work=run.Path("work"))))
+"""
+
+
+def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
+    """SIGKILL while two of four runs go on: these end too; the next start runs just them, and the failed one again."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+    def start(long: bool) -> subprocess.Popen:
+        command = [sys.executable, "-c", TINY.replace("LONG", str(long))]
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+
+    work, results = tmp_path / "work", tmp_path / "results" / "tiny"
+    process = start(long=True)
+    deadline = time.monotonic() + 60
+    begun = [work / f"CartPole-v1__ppo_ddp-long__w1__s{seed}" / "metrics.csv" for seed in (1, 2)]
+    while not all(path.exists() and path.read_text().count("\n") > 3 for path in begun):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = {path.name: path.read_bytes() for path in results.iterdir()}
+    assert sorted(finished) == [
+        f"CartPole-v1__ppo_ddp__w1__s{seed}.{kind}" for seed in (1, 2) for kind in ("csv", "json")
+    ]
+    time.sleep(3)  # what the killed one left has got its signal and reached a boundary
+    sizes = [path.stat().st_size for path in begun]
+    time.sleep(0.5)
+    assert sizes == [path.stat().st_size for path in begun], "a run outlived its runner"
+
+    process = start(long=False)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "5 runs, 2 of them recorded" in output, output
+    assert sum("done in" in line for line in output.splitlines()) == 3
+    assert all((results / name).read_bytes() == content for name, content in finished.items())
+    record = json.loads((results / "CartPole-v1__ppo_ddp-long__w1__s2.json").read_text())
+    assert record["seed"] == 2 and record["world_size"] == 1 and record["device"] and record["seconds"] > 0
+    assert record["command"].startswith("python ppo_ddp.py --env-id CartPole-v1 --seed 2 ")
+    header, *rows = (results / "CartPole-v1__ppo_ddp-long__w1__s2.csv").read_text().splitlines()
+    assert header == ",".join(runner.RECORDED) and rows[-1].startswith("1280,")
+
+
+def test_a_failed_run_is_reported_with_its_log(tmp_path):
+    program = TINY.replace("LONG", "True").replace(" 200000", " 512")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "NoSuchEnv-v0__ppo_ddp__w1__s3 FAILED with code 2" in done.stdout
+    assert "4 of 5" in done.stdout and "error: --env-id NoSuchEnv-v0" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("suite", [suite for suite in SUITES if (RESULTS / suite).exists()])
+def test_figures_and_table_are_what_the_data_say(suite, tmp_path, monkeypatch):
+    """Redrawn from the recorded curves: the committed figures byte by byte, and the README's table."""
+    monkeypatch.chdir(ROOT)
+    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    plot.main(plot.Args(suite, figures=tmp_path / "figures", readme=tmp_path / "README.md"))
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "figures" / suite).iterdir()}
+    kept = {path.name: path.read_bytes() for path in (ROOT / "benchmark" / "figures" / suite).iterdir()}
+    assert drawn == kept and "all.svg" in drawn
