@@ -165,7 +165,7 @@ def main(args: Args) -> int:
         if run not in missing:
             seconds = json.loads((args.results / run.suite / f"{run.name}.json").read_text())["seconds"]
             durations.setdefault((run.script, run.env_id, run.world_size), seconds)
-    waiting, active = list(missing), {}
+    waiting, active, told = list(missing), {}, 0.0
     print(f"{len(runs)} runs, {done} of them recorded; {args.cores} ranks at once", flush=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     try:
@@ -197,10 +197,14 @@ def main(args: Args) -> int:
                     done += 1
                 else:
                     failed.append(run)
-                left = seconds_left(waiting, active, durations, args.work)
                 state = "done" if process.returncode == 0 else f"FAILED with code {process.returncode}"
+                print(f"{run.name} {state} in {clock(seconds)}", flush=True)
+                told = 0.0
+            if active and time.monotonic() - told > 60:
+                told, left = time.monotonic(), seconds_left(waiting, active, durations, args.work)
+                going = ", ".join(f"{run.name} {progress(args.work / run.name):.0%}" for run in active)
                 total = clock(None if left is None else left / args.cores)
-                print(f"{done} of {len(runs)}  {run.name} {state} in {clock(seconds)}  {total} left", flush=True)
+                print(f"{done} of {len(runs)} recorded, {total} left; running {going}", flush=True)
     except KeyboardInterrupt:
         print(f"ending {len(active)} runs; {done} of {len(runs)} are recorded", flush=True)
         return 130

@@ -117,7 +117,9 @@ def test_a_failed_run_is_reported_with_its_log(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "NoSuchEnv-v0__ppo_ddp__w1__s3 FAILED with code 2" in done.stdout
-    assert "4 of 5" in done.stdout and "error: --env-id NoSuchEnv-v0" in done.stdout.splitlines()[-1]
+    assert (
+        "5 runs, 0 of them recorded" in done.stdout and "error: --env-id NoSuchEnv-v0" in done.stdout.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("suite", [suite for suite in SUITES if (RESULTS / suite).exists()])
