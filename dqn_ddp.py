@@ -103,7 +103,7 @@ class Args:
     tau: float = 1.0
     """how far the target network moves to the other at each update; 1: a copy"""
     target_network_frequency: int = 500
-    """transitions (all ranks) between updates of the target network"""
+    """transitions (all ranks) between updates of the target network, at most one per gradient step"""
     start_e: float = 1.0
     """probability of a random action at the start"""
     end_e: float = 0.05
@@ -133,6 +133,7 @@ class Args:
             require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
         for name in ("seed", "num_threads", "eval_every", "check_sync_every", "learning_starts"):
             require(getattr(self, name) >= 0, flag(name), getattr(self, name), "an integer of at least 0")
+        require(self.num_threads <= 1024, "--num-threads", self.num_threads, "at most 1024")
         for name in ("learning_rate", "timeout"):
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
         require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
@@ -145,6 +146,8 @@ class Args:
             require(self.stop_at_return > -math.inf, "--stop-at-return", self.stop_at_return, "a number")
             require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
         require_divisible("--buffer-size", self.buffer_size, self.num_envs, "--num-envs")
+        fits = self.batch_size <= self.buffer_size
+        require(fits, "--batch-size", self.batch_size, f"at most --buffer-size ({self.buffer_size})")
         smallest = self.num_envs * self.n_step
         require(self.buffer_size >= smallest, "--buffer-size", self.buffer_size, f"at least {smallest} with --n-step")
         start = max(self.learning_starts, self.num_envs * self.n_step) // self.num_envs * self.num_envs
@@ -280,6 +283,7 @@ def compute_td_target(
 
 
 NOISE_STEPS = 64  # vector steps of exploration noise in one draw
+BOUNDARY = 500  # transitions (all ranks) after which a stop request is heard, however seldom rows are written
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate", "charts/epsilon"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
@@ -387,8 +391,8 @@ def train(
         # update
         update_start = time.perf_counter()
         if global_step > max(args.learning_starts, args.num_envs * args.n_step):  # something can be sampled
-            for _ in range(global_step // args.train_frequency - before // args.train_frequency):
-                beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
+            beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
+            for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
                 data = rb.sample(args.batch_size, generator, device, beta)  # collective
                 with torch.no_grad():
                     next_q = q_network(data.next_obs) if args.double_q else None
@@ -403,14 +407,17 @@ def train(
                 if args.prioritized:
                     rb.update_priorities(data.indices, td_errors)
                 stats.append((loss.detach(), old_val))
+                if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
+                    with torch.no_grad():
+                        torch._foreach_lerp_(target_parameters, parameters, args.tau)
             if numpy_greedy and device.type != "cpu":
                 numpy_greedy = q_network.numpy_greedy()
-            if crossed(args.target_network_frequency, before, global_step):
-                torch._foreach_lerp_(target_parameters, parameters, args.tau)
         update_time += time.perf_counter() - update_start
 
         # metrics: sums and counts of all ranks, divided once
-        last = vector_step == num_vector_steps
+        if crossed(BOUNDARY, before, global_step):
+            world.gather([])  # collective: stop requests, and a sign of life
+        last = vector_step == num_vector_steps or world.stop
         if crossed(args.log_every, before, global_step) or last:
             losses, values = zip(*stats, strict=True) if stats else ([torch.zeros(1)],) * 2
             td_loss, q_values = torch.stack(losses).double().sum() / world.world_size, torch.cat(values).double().sum()

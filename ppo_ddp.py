@@ -129,6 +129,7 @@ class Args:
             require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
         for name in ("seed", "num_threads", "eval_every", "check_sync_every"):
             require(getattr(self, name) >= 0, flag(name), getattr(self, name), "an integer of at least 0")
+        require(self.num_threads <= 1024, "--num-threads", self.num_threads, "at most 1024")
         for name in ("learning_rate", "adam_eps", "clip_coef", "timeout"):
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
         for name in ("ent_coef", "vf_coef"):

@@ -125,6 +125,7 @@ class Args:
             require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
         for name in ("seed", "num_threads", "eval_every", "check_sync_every", "learning_starts"):
             require(getattr(self, name) >= 0, flag(name), getattr(self, name), "an integer of at least 0")
+        require(self.num_threads <= 1024, "--num-threads", self.num_threads, "at most 1024")
         for name in ("policy_lr", "q_lr", "alpha", "timeout"):
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
         require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
@@ -136,6 +137,8 @@ class Args:
             require(self.stop_at_return > -math.inf, "--stop-at-return", self.stop_at_return, "a number")
             require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
         require_divisible("--buffer-size", self.buffer_size, self.num_envs, "--num-envs")
+        fits = self.batch_size <= self.buffer_size
+        require(fits, "--batch-size", self.batch_size, f"at most --buffer-size ({self.buffer_size})")
         start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
         first = -(-(start // period + 1) * period // self.num_envs) * self.num_envs
@@ -285,6 +288,7 @@ def compute_td_target(
 
 CRITIC_STATS = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
 ACTOR_STATS = ("actor_loss", "alpha_loss")
+BOUNDARY = 500  # transitions (all ranks) after which a stop request is heard, however seldom rows are written
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
@@ -423,13 +427,16 @@ def train(
                         actor_optimizer.step()
                         actor_stats.append(torch.stack(parts))
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
-                    torch._foreach_lerp_(target_parameters, parameters, args.tau)
+                    with torch.no_grad():
+                        torch._foreach_lerp_(target_parameters, parameters, args.tau)
             if device.type != "cpu":
                 numpy_policy = actor.numpy_policy()
         update_time += time.perf_counter() - update_start
 
         # metrics: sums and counts of all ranks, divided once
-        last = vector_step == num_vector_steps
+        if crossed(BOUNDARY, before, global_step):
+            world.gather([])  # collective: stop requests, and a sign of life
+        last = vector_step == num_vector_steps or world.stop
         if crossed(args.log_every, before, global_step) or last:
             sums = statistics.pop() | dict.fromkeys((*CRITIC_STATS, *ACTOR_STATS), 0.0)
             for names, stats in ((CRITIC_STATS, critic_stats), (ACTOR_STATS, actor_stats)):
@@ -446,6 +453,8 @@ def train(
                 row["charts/episodic_length"] = total["length"] / total["episodes"]
             for names, stats in ((CRITIC_STATS, critic_stats), (ACTOR_STATS, actor_stats)):
                 row |= {f"losses/{name}": total[name] for name in names if stats}
+            if not args.autotune:
+                row.pop("losses/alpha_loss", None)
             row["losses/alpha"] = log_alpha.exp().item()
             row |= {"time/wall": wall, "time/SPS": global_step / wall} | {name: total[name] for name in times}
             logger.log(row)

@@ -59,7 +59,7 @@ class Curve:
     steps: np.ndarray  # (t,)
     returns: np.ndarray  # (k, t)
     minutes: np.ndarray  # (k, t)
-    first: list[dict]  # the first row of each run that has a return, in training or evaluation
+    rows: list[list[dict]]  # as recorded, of each run
     seeds: list[int]
 
     @property
@@ -75,7 +75,7 @@ def load(suite: str, results: Path) -> dict[tuple[str, str, int], Curve]:
             groups[(run.env_id, run.name.split("__")[1], run.world_size)].append(run)
     curves = {}
     for key, runs in groups.items():
-        tables, first = [], []
+        tables, all_rows = [], []
         for run in runs:
             with open(results / suite / f"{run.name}.csv", newline="") as file:
                 rows = list(csv.DictReader(file))
@@ -83,10 +83,11 @@ def load(suite: str, results: Path) -> dict[tuple[str, str, int], Curve]:
             tables.append(
                 [[float(row[c]) for c in ("global_step", "eval/episodic_return", "time/wall")] for row in kept]
             )
-            first.append(next(row for row in rows if row["charts/episodic_return"] or row["eval/episodic_return"]))
+            all_rows.append(rows)
+        assert len({len(rows) for rows in tables}) == 1, f"{key}: seeds were evaluated at other steps"
         table = np.array(tables)  # (k, t, 3)
         assert (table[:, :, 0] == table[0, :, 0]).all(), f"{key}: seeds were evaluated at other steps"
-        curves[key] = Curve(table[0, :, 0], table[:, :, 1], table[:, :, 2] / 60, first, [run.seed for run in runs])
+        curves[key] = Curve(table[0, :, 0], table[:, :, 1], table[:, :, 2] / 60, all_rows, [run.seed for run in runs])
     return curves
 
 
@@ -146,11 +147,12 @@ def draw_aggregate(suite: str, curves: dict[tuple[str, str, int], Curve], path: 
     left, right = figure.subplots(1, 2)
     part, levels = np.linspace(0.02, 1, 50), np.linspace(0, 1.2, 121)
     for script in sorted({script for _, script, _ in curves}):
-        scaled = []
+        scaled, final = [], []
         for (env_id, name, world_size), curve in curves.items():
             if (name, world_size) == (script, 1):
                 low, high = SCALES[env_id]
                 x = (curve.returns - low) / (high - low)
+                final.append((curve.final - low) / (high - low))
                 scaled.append(np.array([np.interp(part * curve.steps[-1], curve.steps, row) for row in x]))
         if not scaled:
             continue
@@ -158,8 +160,7 @@ def draw_aggregate(suite: str, curves: dict[tuple[str, str, int], Curve], path: 
         label = f"{script}, {len(scaled)} environment{'s' if len(scaled) > 1 else ''}"
         left.plot(100 * part, middle, color=COLOURS[script], label=label)
         left.fill_between(100 * part, low, high, color=COLOURS[script], alpha=0.15, linewidth=0)
-        final = np.concatenate([x[:, -3:].mean(1) for x in scaled])
-        right.plot(levels, [(final > level).mean() for level in levels], color=COLOURS[script])
+        right.plot(levels, [(np.concatenate(final) > level).mean() for level in levels], color=COLOURS[script])
     left.set(xlabel="part of the budget (%)", ylabel="scaled return, interquartile mean", title=f"suite {suite}")
     right.set(
         xlabel="scaled final return (0 random, 1 good)", ylabel="runs above it (part)", title="performance profile"
@@ -176,16 +177,24 @@ def save(figure: matplotlib.figure.Figure, path: Path) -> None:
 
 
 def agreement(one: Curve, many: Curve) -> str:
-    """Of two world sizes: the largest relative gap of the first returns of equal seeds; do the intervals overlap."""
-    gaps = []
-    for seed, row in zip(many.seeds, many.first, strict=True):
+    """Of two world sizes: up to which transition all returns of equal seeds agree to 1e-3; do the intervals overlap."""
+
+    def equal(a: str, b: str) -> bool:
+        return a == b or (a != "" and b != "" and abs(float(a) - float(b)) <= 1e-3 * max(abs(float(a)), abs(float(b))))
+
+    agreed = []
+    for seed, rows in zip(many.seeds, many.rows, strict=True):
         if seed in one.seeds:
-            other = one.first[one.seeds.index(seed)]
-            pairs = [(float(row[c]), float(other[c])) for c in row if not c.startswith("time/") and row[c] and other[c]]
-            gaps += [abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs]
+            step = 0
+            for a, b in zip(one.rows[one.seeds.index(seed)], rows, strict=True):
+                if not all(equal(a[name], b[name]) for name in a if not name.startswith("time/")):
+                    break
+                step = int(a["global_step"])
+            agreed.append(step)
     (low1, high1), (low2, high2) = interval([one.final]), interval([many.final])
     overlap = "overlap" if low1 <= high2 and low2 <= high1 else "do not overlap"
-    return f"first returns within {max(gaps):.0e}, intervals {overlap}" if gaps else f"intervals {overlap}"
+    same = " and ".join(f"{step / 1000:g} k" for step in agreed)
+    return f"as one process up to {same}; intervals {overlap}" if agreed else f"intervals {overlap}"
 
 
 def table(curves: dict[tuple[str, str, int], Curve]) -> str:

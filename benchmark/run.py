@@ -25,6 +25,7 @@ from typing import Literal
 import tyro
 
 from benchmark.suites import SUITES
+from common.distributed import World
 
 ROOT = Path(__file__).parent.parent
 RECORDED = ("global_step", "charts/episodic_return", "charts/episodes", "eval/episodic_return", "time/wall", "time/SPS")
@@ -38,7 +39,7 @@ class Args:
     """only runs whose names contain all of these, such as ppo_ddp CartPole w1 s3"""
     dry_run: bool = False
     """print the commands of what is missing, and run nothing"""
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cores: int = field(default_factory=lambda: World(cuda=False).cores)
     """ranks at once, over all runs"""
     results: Path = Path("benchmark/results")
     """where curves are recorded"""
@@ -69,6 +70,11 @@ class Run:
             launch = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world_size}"]
         return [*launch, *words, "--run-dir", str(run_dir)]
 
+    @property
+    def shown(self) -> str:
+        """The command as a user types it."""
+        return shlex.join(self.command(Path("runs") / self.name))
+
 
 def runs_of(suite: str, wanted: tuple[str, ...] = ()) -> list[Run]:
     """All runs of a suite whose names contain each of `wanted`."""
@@ -81,16 +87,24 @@ def runs_of(suite: str, wanted: tuple[str, ...] = ()) -> list[Run]:
     return [run for run in runs if all(part in run.name for part in wanted)]
 
 
-def recorded(run: Run, results: Path) -> bool:
-    return (results / run.suite / f"{run.name}.json").exists()
+def recorded(run: Run, results: Path) -> dict | None:
+    """The record of a run, if there is one and it is of just this command."""
+    path = results / run.suite / f"{run.name}.json"
+    about = json.loads(path.read_text()) if path.exists() else {}
+    return about if about.get("command") == run.shown else None
 
 
-def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
+def changed() -> bool:
+    """True where some source differs from the commit."""
+    git = ["git", "status", "--porcelain", "*.py"]
+    return bool(subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout)
+
+
+def record(run: Run, run_dir: Path, results: Path, seconds: float, dirty: bool) -> None:
     """Copy the curve and write the record beside it, last and in one step: it is what marks the run as done."""
     target = results / run.suite
     target.mkdir(parents=True, exist_ok=True)
     config = json.loads((run_dir / "config.json").read_text())
-    status = subprocess.run(["git", "status", "--porcelain", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout
     with open(run_dir / "metrics.csv", newline="") as source:
         rows = [{name: row[name] for name in RECORDED} for row in csv.DictReader(source)]
     with open(target / f"{run.name}.csv", "w", newline="") as file:
@@ -98,8 +112,8 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
         writer.writeheader()
         writer.writerows(rows)
     about = {
-        "command": shlex.join(run.command(Path("runs") / run.name)),
-        "commit": f"{config['commit']}{' and changes' if status else ''}",
+        "command": run.shown,
+        "commit": f"{config['commit']}{' and changes' if dirty else ''}",
         "versions": config["versions"],
         "device": config["device"],
         "world_size": run.world_size,
@@ -125,7 +139,7 @@ def seconds_left(
 ) -> float | None:
     """Estimate for all, as if the cores stayed full; None until something is known."""
     rates = dict(durations)
-    for run, (_, start, _) in active.items():
+    for run, (_, start, *_) in active.items():
         done = progress(work / run.name)
         if done > 0.02:
             rates.setdefault((run.script, run.env_id, run.world_size), (time.monotonic() - start) / done)
@@ -133,7 +147,8 @@ def seconds_left(
         return None
     mean = sum(rates.values()) / len(rates)
     expected = {run: rates.get((run.script, run.env_id, run.world_size), mean) for run in [*waiting, *active]}
-    return sum(seconds * run.world_size * (1 - progress(work / run.name)) for run, seconds in expected.items())
+    parts = {run: 1 - progress(work / run.name) if run in active else 1.0 for run in expected}
+    return sum(seconds * run.world_size * parts[run] for run, seconds in expected.items())
 
 
 def end_with_parent() -> None:
@@ -158,12 +173,12 @@ def main(args: Args) -> int:
         return 2
     if args.dry_run:
         for run in missing:
-            print(shlex.join(run.command(Path("runs") / run.name)))
+            print(run.shown)
         return 0
     done, durations, failed = len(runs) - len(missing), {}, []
     for run in runs:
         if run not in missing:
-            seconds = json.loads((args.results / run.suite / f"{run.name}.json").read_text())["seconds"]
+            seconds = recorded(run, args.results)["seconds"]
             durations.setdefault((run.script, run.env_id, run.world_size), seconds)
     waiting, active, told = list(missing), {}, 0.0
     print(f"{len(runs)} runs, {done} of them recorded; {args.cores} ranks at once", flush=True)
@@ -183,16 +198,16 @@ def main(args: Args) -> int:
                 process = subprocess.Popen(
                     words, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
                 )
-                active[run] = (process, time.monotonic(), log)
+                active[run] = (process, time.monotonic(), log, changed())
             time.sleep(0.2)
-            for run, (process, start, log) in list(active.items()):
+            for run, (process, start, log, dirty) in list(active.items()):
                 if process.poll() is None:
                     continue
                 seconds = time.monotonic() - start
                 log.close()
                 del active[run]
                 if process.returncode == 0:
-                    record(run, args.work / run.name, args.results, seconds)
+                    record(run, args.work / run.name, args.results, seconds, dirty)
                     durations[(run.script, run.env_id, run.world_size)] = seconds
                     done += 1
                 else:
@@ -209,9 +224,9 @@ def main(args: Args) -> int:
         print(f"ending {len(active)} runs; {done} of {len(runs)} are recorded", flush=True)
         return 130
     finally:
-        for process, _, _ in active.values():
+        for process, *_ in active.values():
             process.terminate()
-        for process, _, _ in active.values():
+        for process, *_ in active.values():
             process.wait()
     for run in failed:
         log = args.work / f"{run.name}.log"

@@ -10,7 +10,6 @@ benchmark/figures/scaling.svg. Nothing else should run on the machine meanwhile.
 from __future__ import annotations
 
 import csv
-import os
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import tyro
 
 from benchmark.plot import save
 from benchmark.speed import ours
+from common.distributed import World
 
 WORKS = {  # environments per process, flags
     "PPO CartPole-v1, 4 environments each": (4, "--env-id CartPole-v1 --num-steps 128", 50_000),
@@ -29,7 +29,7 @@ WORKS = {  # environments per process, flags
 
 @dataclass
 class Args:
-    ranks: tuple[int, ...] = field(default_factory=lambda: tuple(range(1, len(os.sched_getaffinity(0)) + 1)))
+    ranks: tuple[int, ...] = field(default_factory=lambda: tuple(range(1, World(cuda=False).cores + 1)))
     """numbers of processes, the first of them 1"""
     repetitions: int = 3
     """interleaved repetitions"""

@@ -68,8 +68,9 @@ def make_envs(
                 if "MinAtar/Breakout-v1" not in gym.registry:
                     register_envs()
             kwargs = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
+            wrappers = [alone, unstick] if env_id.startswith("MinAtar/") else [alone]
             envs = gym.make_vec(
-                env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=[alone]
+                env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=wrappers
             )
     except ModuleNotFoundError as error:
         package = {"ale_py": "ale-py", "minatar": "minatar"}.get(error.name or "", error.name)
@@ -100,6 +101,14 @@ def alone(env: gym.Env) -> gym.Env:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     return env
+
+
+class unstick(gym.Wrapper):
+    """MinAtar keeps the last action, which may stick, over a reset: then an episode would not follow from its seed."""
+
+    def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
+        self.unwrapped.game.last_action = 0
+        return self.env.reset(**kwargs)
 
 
 def reset(envs: VectorEnv, seeds: np.ndarray) -> np.ndarray:

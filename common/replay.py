@@ -9,6 +9,7 @@ replay, where every stored place has priority 1, keeps no priorities and needs n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -76,7 +77,7 @@ class ReplayBuffer:
             "final": ((n, self.capacity), np.dtype(np.int32)),  # 1 + where a truncated episode's last obs is kept
             "priorities": ((blocks, BLOCK), np.dtype(np.float64)),
         }
-        self.nbytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in shapes.values())
+        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         needed, free = self.nbytes * world.local_world_size / 1e9, free_memory() / 1e9
         if needed > free:
             fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
@@ -236,7 +237,7 @@ class ReplayBuffer:
 
     def update_priorities(self, indices: np.ndarray, td_errors: torch.Tensor) -> None:
         """New priorities (|td_error| + 1e-6)^alpha of the places that `sample` drew on this rank."""
-        if len(indices):
+        if len(indices) and not self.plain:
             values = (np.abs(td_errors.detach().double().cpu().numpy()) + 1e-6) ** self.alpha
             self._set_priorities(indices, values)
             self.largest = max(self.largest, float(values.max()))

@@ -14,6 +14,7 @@ import ppg_ddp
 import ppo_ddp
 from common.distributed import World
 from common.environments import EVALUATION, TRAINING, EpisodeStatistics, environment_seeds, make_envs, reset
+from common.evaluation import evaluate
 from common.normalization import RunningMoments, discounted_returns
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -193,6 +194,34 @@ def test_streams_of_seeds_do_not_overlap():
     streams = [(seed, domain) for seed in range(50) for domain in (TRAINING, EVALUATION)]
     seeds = [int(s) for stream in streams for s in environment_seeds(*stream, range(20))]
     assert len(set(seeds)) == len(seeds) == 2000 and 0 <= min(seeds) and max(seeds) < 2**31
+
+
+def test_minatar_evaluations_repeat_at_any_world_size():
+    """A fixed policy, evaluated three times on one rank and on two: the same episodes, whatever was played before."""
+
+    class Rank(World):
+        def __init__(self, rank, world_size):
+            self.rank, self.world_size = rank, world_size
+
+        def gather(self, values):
+            return np.asarray(values).reshape(1, -1).repeat(self.world_size, 0)
+
+    def act(obs):
+        return (obs.reshape(len(obs), -1) * np.arange(obs[0].size)).sum(1) % 4
+
+    results = []
+    for world_size in (1, 2):
+        worlds = [Rank(rank, world_size) for rank in range(world_size)]
+        every = [make_envs("MinAtar/SpaceInvaders-v1", 20 // world_size, (gym.spaces.Discrete,)) for _ in worlds]
+        for _ in range(3):
+            played = np.zeros(20)
+            for world, envs in zip(worlds, every, strict=True):
+                returns, lengths = evaluate(act, envs, 1, 20, world)
+                played[world.rank :: world_size] = (returns + 1000 * lengths)[world.rank :: world_size]
+            results.append(played.tolist())
+        for envs in every:
+            envs.close()
+    assert len(set(results[0])) > 5 and all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("life_loss", [True, False])

@@ -16,7 +16,10 @@ FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-eve
 FLAGS += " --check-sync-every 400 --target-network-frequency 100 --learning-rate 1e-3"
 
 
-@pytest.mark.parametrize("extra", ["", "--prioritized --n-step 3 --double-q --dueling --tau 0.5"])
+@pytest.mark.parametrize(
+    "extra",
+    ["", "--prioritized --n-step 3 --double-q --dueling --tau 0.5 --loss huber --max-grad-norm 0.3 --per-alpha 0.8"],
+)
 def test_every_metric_and_parameter_is_equal_at_every_world_size(extra, tmp_path):
     """C1 in float64: 210 gradient steps, the buffer wrapping round, truncations; uniform and prioritised, 1e-9."""
     alone = run("dqn_ddp.py", 1, f"{FLAGS} {extra}", tmp_path / "1")
@@ -88,11 +91,18 @@ def test_no_gradient_step_before_something_can_be_sampled(tmp_path):
 
 def test_the_smallest_budget_has_a_gradient_step(tmp_path):
     """What the refusal names as the smallest --total-timesteps takes exactly one gradient step."""
-    sizes = {"num_envs": 8, "train_frequency": 3, "learning_starts": 20, "buffer_size": 80, "log_every": 1}
+    sizes = {
+        "num_envs": 8,
+        "train_frequency": 3,
+        "learning_starts": 20,
+        "buffer_size": 80,
+        "log_every": 1,
+        "batch_size": 4,
+    }
     with pytest.raises(BadInput, match="--total-timesteps 23: must be at least 24,"):
         dqn_ddp.Args(total_timesteps=23, **sizes)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())
-    result = run("dqn_ddp.py", 1, f"{flags} --total-timesteps 24 --eval-every 0 --batch-size 4", tmp_path / "run")
+    result = run("dqn_ddp.py", 1, f"{flags} --total-timesteps 24 --eval-every 0", tmp_path / "run")
     assert len(result.column("losses/td_loss")) == 1
 
 

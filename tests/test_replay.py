@@ -114,6 +114,59 @@ def test_the_length_is_that_of_all_ranks():
     assert [len(buffer) for buffer in buffers] == [20_000] * 4
 
 
+def test_new_transitions_get_the_largest_priority_of_any_rank():
+    """As of the last draw: 1 before any; then the largest that some rank has given out, on all ranks."""
+    buffers = shards(2, alpha=0.5)
+    fill(buffers, 2)
+    assert [set(buffer.priorities.ravel()) - {0.0} for buffer in buffers] == [{1.0}, {1.0}]
+    buffers[1].update_priorities(np.array([0]), torch.tensor([16.0], dtype=torch.float64))
+    fill(buffers, 1)  # nothing was gathered since
+    assert buffers[0].priorities.max() == 1.0
+    sample_all(buffers, 4, seed=0)
+    fill(buffers, 1)
+    largest = (16.0 + 1e-6) ** 0.5
+    for buffer in buffers:
+        newest = buffer.priorities.ravel()[buffer.envs * buffer.capacity + buffer.time - 1]
+        assert newest.tolist() == [largest] * 2
+
+
+def test_exponent_zero_is_uniform():
+    """With one step no priorities are kept, with more all are 1; both take updates and go on."""
+    for n_step in (1, 2):
+        (buffer,) = shards(1, alpha=0.0, n_step=n_step)
+        fill([buffer], 16)
+        buffer.update_priorities(np.arange(8), torch.arange(8.0))
+        (batch,) = sample_all([buffer], 16, seed=1)
+        assert (batch.weights == 1).all() and len(set(batch.indices)) > 8
+
+
+def test_stacks_are_those_of_the_real_atari_environment():
+    """Pong and Breakout, lost lives and resets among them: what is rebuilt is what the environment gave, by pixel."""
+    from common.environments import EpisodeStatistics, environment_seeds, make_envs, reset
+
+    envs = make_envs("ALE/Breakout-v5", 2, (gym.spaces.Discrete,), life_loss=True)
+    space, rng = envs.single_observation_space, np.random.default_rng(0)
+    buffer = ReplayBuffer(240, 2, FakeWorld(0, 1), space, (), np.int64, stack=4)
+    obs, statistics, seen = reset(envs, environment_seeds(1, 0, range(2))), EpisodeStatistics(2), []
+    buffer.start(obs)
+    lives, games = 0, 0
+    for _ in range(700):
+        seen.append(obs.copy())
+        actions = rng.integers(0, 4, 2)
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        ended = statistics.step(rewards, terminations | truncations, infos)
+        lives, games = lives + (terminations & ~ended).sum(), games + ended.sum()
+        buffer.add(actions, rewards, terminations, truncations, obs, infos, ended)
+        seen_now = len(seen)
+        if seen_now % 50 == 0:
+            for env in (0, 1):
+                times = np.arange(max(0, seen_now - buffer.capacity), seen_now)
+                rebuilt = buffer._observations(np.full(len(times), env), times)
+                np.testing.assert_array_equal(rebuilt, np.stack([seen[t][env] for t in times]))
+    envs.close()
+    assert lives > 4 and games > 1
+
+
 def test_frequencies_follow_priorities():
     """In the long run a place is drawn in proportion to its priority; weights undo that at beta 1."""
     (buffer,) = shards(1, alpha=1.0)

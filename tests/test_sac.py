@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
 
+import dqn_ddp
 import sac_ddp
 from common.arguments import BadInput
 from runs import ROOT, assert_close, run
@@ -20,12 +21,17 @@ FLAGS += " --check-sync-every 400"
 SPACES = sac_ddp.gym.spaces.Box(-1, 1, (3,)), sac_ddp.gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
 
 
-@pytest.mark.parametrize("extra", ["", "--prioritized --policy-frequency 1 --target-network-frequency 8 --tau 0.1"])
+@pytest.mark.parametrize(
+    "extra", ["", "--prioritized --policy-frequency 3 --target-network-frequency 8 --tau 0.1 --no-autotune --alpha 0.2"]
+)
 def test_every_metric_and_parameter_is_equal_at_every_world_size(extra, tmp_path):
     """C1 in float64: 210 gradient steps, the buffer wrapping round, truncations; uniform and prioritised, 1e-9."""
     alone = run("sac_ddp.py", 1, f"{FLAGS} {extra}", tmp_path / "1")
     assert len(alone.column("losses/qf1_loss")) == len(alone.column("losses/actor_loss")) == 9
-    assert len(alone.column("eval/episodic_return")) == 3 and min(alone.column("losses/alpha")) < 1.0
+    assert len(alone.column("eval/episodic_return")) == 3
+    learned = "--no-autotune" not in extra
+    assert (min(alone.column("losses/alpha")) < 1.0) if learned else set(alone.column("losses/alpha")) == {0.2}
+    assert len(alone.column("losses/alpha_loss")) == 9 * learned
     assert max(alone.column("charts/episodic_length")) == 10.0, "no row had only truncated episodes"
     for size in (2, 4) if extra else (4,):
         assert_close(alone, run("sac_ddp.py", size, f"{FLAGS} {extra}", tmp_path / str(size)))
@@ -70,6 +76,28 @@ def test_log_probability_is_finite_where_tanh_is_one():
     log_prob.sum().backward()
     assert actor.layers[-1].bias.grad[:2].tolist() == pytest.approx([2.0, 2.0])
     assert actions.tolist() == [[2.0, 5.0]]
+
+
+def test_stacked_critics_are_two_networks(float64):
+    """With the weights of two separate networks, drawn the same way, they give these two's values."""
+    torch.manual_seed(3)
+    critics = sac_ddp.Critics(*SPACES)
+    torch.manual_seed(3)
+    twins = [sac_ddp.mlp(3 + 2, 1) for _ in range(2)]
+    obs, actions = torch.randn(7, 3), torch.randn(7, 2)
+    expected = torch.stack([twin(torch.cat([obs, actions], 1)).squeeze(1) for twin in twins])
+    torch.testing.assert_close(critics(obs, actions), expected)
+
+
+@pytest.mark.parametrize("script", ["sac_ddp.py", "dqn_ddp.py"])
+def test_targets_stay_out_of_autograd(script, tmp_path, monkeypatch):
+    """Target networks follow by tau and never carry a graph, which would grow with each update."""
+    module = {"sac_ddp.py": sac_ddp, "dqn_ddp.py": dqn_ddp}[script]
+    lerp, targets = torch._foreach_lerp_, []
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda t, *rest: (targets.extend(t), lerp(t, *rest)))
+    flags = {"learning_starts": 40, "total_timesteps": 80, "batch_size": 8, "eval_every": 0, "cuda": False}
+    module.main(module.Args(**flags, target_network_frequency=8, run_dir=str(tmp_path / "run")))
+    assert targets and not any(target.requires_grad or target.grad_fn for target in targets)
 
 
 def test_targets_by_hand():
@@ -149,7 +177,7 @@ def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
     [(name, 0) for name in ("buffer_size", "batch_size", "train_frequency", "policy_frequency", "total_timesteps")]
     + [(name, 0) for name in ("target_network_frequency", "policy_lr", "q_lr", "alpha", "tau")]
     + [(name, float("nan")) for name in ("policy_lr", "q_lr", "alpha", "tau", "gamma", "per_alpha", "per_beta")]
-    + [("buffer_size", 10_001), ("total_timesteps", 5_003)],
+    + [("buffer_size", 10_001), ("total_timesteps", 5_003), ("batch_size", 2_000_000), ("num_threads", 2**40)],
 )
 def test_a_value_that_cannot_work_is_refused_by_its_flag(field, value):
     with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
