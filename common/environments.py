@@ -68,7 +68,7 @@ def make_envs(
                 if "MinAtar/Breakout-v1" not in gym.registry:
                     register_envs()
             kwargs = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
-            wrappers = [alone, unstick] if env_id.startswith("MinAtar/") else [alone]
+            wrappers = [alone, Unstick] if env_id.startswith("MinAtar/") else [alone]
             envs = gym.make_vec(
                 env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=wrappers
             )
@@ -103,7 +103,7 @@ def alone(env: gym.Env) -> gym.Env:
     return env
 
 
-class unstick(gym.Wrapper):
+class Unstick(gym.Wrapper):
     """MinAtar keeps the last action, which may stick, over a reset: then an episode would not follow from its seed."""
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
