@@ -152,18 +152,17 @@ class World:
 
         Sum over axis 0 for sums and counts, take the maximum for times. Also agrees on `stop` and feeds the watchdog.
         """
-        local = torch.as_tensor(values, dtype=torch.float64, device="cpu").flatten()
-        local = torch.cat([local, torch.tensor([self._signum], dtype=torch.float64)])
-        packed = torch.empty(self.world_size, len(local), dtype=torch.float64)
+        values = values.cpu() if isinstance(values, torch.Tensor) else values
+        local = np.append(np.asarray(values, dtype=np.float64), self._signum)
+        table = local[None]
         if self.world_size > 1:
-            dist.all_gather(list(packed), local)  # collective
-        else:
-            packed[0] = local
+            packed = torch.empty(self.world_size, len(local), dtype=torch.float64)
+            dist.all_gather(list(packed), torch.from_numpy(local))  # collective
+            table = packed.numpy()
         self._alive = time.monotonic()
         if self._alive > self._armed + 1.0:  # in C, for the case that a library hangs while it holds the interpreter
             self._armed = self._alive
             faulthandler.dump_traceback_later(self._timeout + GRACE, exit=True)
-        table = packed.numpy()
         self.stop = int(table[:, -1].max())
         return table[:, :-1]
 

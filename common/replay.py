@@ -19,7 +19,7 @@ import torch
 from common.arguments import BadInput
 from common.distributed import World
 
-BLOCK = 128  # places per partial sum of priorities
+BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
 
 
 @dataclass
@@ -213,16 +213,17 @@ class ReplayBuffer:
             blocks = np.unique(np.concatenate(self.touched))
             self.touched, parts = [], self.priorities[blocks]
             self.block_sums[blocks] = parts.sum(1)
-            self.block_minima[blocks] = np.where(parts > 0, parts, np.inf).min(1)
+            minima = parts.min(1)
+            self.block_minima[blocks] = minima if minima.all() else np.where(parts > 0, parts, np.inf).min(1)
 
     def _find(self, targets: np.ndarray, block_ends: np.ndarray) -> np.ndarray:
         """The places where the running sum of this rank's priorities passes `targets` (b,); roundings stay inside."""
         targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
         blocks = np.searchsorted(block_ends, targets, side="right")
-        ends = self.priorities[blocks].cumsum(1)
-        targets = (targets - (block_ends[blocks] - self.block_sums[blocks])).clip(0.0)
-        targets = np.minimum(targets, np.nextafter(ends[:, -1], 0))
-        return blocks * BLOCK + (ends <= targets[:, None]).sum(1)
+        groups = self.priorities[blocks].reshape(-1, BLOCK // GROUP, GROUP)
+        group, targets = descend(groups @ np.ones(GROUP), targets - (block_ends[blocks] - self.block_sums[blocks]))
+        place, _ = descend(groups[np.arange(len(blocks)), group], targets)
+        return blocks * BLOCK + group * GROUP + place
 
     def _observations(self, env: np.ndarray, time: np.ndarray) -> np.ndarray:
         """Observations of environments `env` (b,) at vector steps `time` (b,) -> (b, *shape), a copy."""
@@ -241,6 +242,15 @@ class ReplayBuffer:
             values = (np.abs(td_errors.detach().double().cpu().numpy()) + 1e-6) ** self.alpha
             self._set_priorities(indices, values)
             self.largest = max(self.largest, float(values.max()))
+
+
+def descend(parts: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the running sums of rows of `parts` (b, k) pass `targets` (b,), and what of these is left there (b,)."""
+    ends = parts.cumsum(1)
+    targets = np.minimum(targets.clip(0.0), np.nextafter(ends[:, -1], 0))  # a rounding may have left the row
+    found = (ends <= targets[:, None]).sum(1)
+    row = np.arange(len(parts))
+    return found, targets - (ends[row, found] - parts[row, found])
 
 
 def free_memory() -> float:
