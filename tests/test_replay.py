@@ -180,6 +180,8 @@ def test_frequencies_follow_priorities():
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected + 1)).all() and counts[0] == 0
     priorities = batch.indices + 1e-6
     np.testing.assert_allclose(batch.weights, 1e-6 / priorities, rtol=1e-5)  # over the largest: 1, of priority 1e-6
+    (half,) = sample_all([buffer], 4, seed=1, beta=0.5)
+    np.testing.assert_allclose(half.weights, (1e-6 / (half.indices + 1e-6)) ** 0.5, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

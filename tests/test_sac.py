@@ -100,6 +100,21 @@ def test_targets_stay_out_of_autograd(script, tmp_path, monkeypatch):
     assert targets and not any(target.requires_grad or target.grad_fn for target in targets)
 
 
+@pytest.mark.parametrize("module", [sac_ddp, dqn_ddp])
+def test_beta_rises_to_one(module, tmp_path, monkeypatch):
+    """Linearly over the budget, in transitions of all ranks."""
+    sample, betas = module.ReplayBuffer.sample, []
+
+    def record(self, batch_size, generator, device, beta):
+        betas.append(beta)
+        return sample(self, batch_size, generator, device, beta)
+
+    monkeypatch.setattr(module.ReplayBuffer, "sample", record)
+    flags = {"learning_starts": 40, "total_timesteps": 80, "batch_size": 8, "eval_every": 0, "cuda": False}
+    module.main(module.Args(**flags, prioritized=True, per_beta=0.4, train_frequency=8, run_dir=str(tmp_path / "run")))
+    assert betas == pytest.approx([0.4 + 0.6 * step / 80 for step in (48, 56, 64, 72, 80)])
+
+
 def test_targets_by_hand():
     """r + discount (min Q - alpha log pi): 1 + 0.5 (4 - 0.2 * -10) and, terminated, 2."""
     columns = torch.tensor([[1.0, 0.5, 4.0, -10.0], [2.0, 0.0, 4.0, -10.0]]).T
