@@ -63,7 +63,7 @@ class Args:
     cuda: bool = True
     """use GPUs where there are any"""
     num_threads: int = 0
-    """torch threads per rank; 0: one"""
+    """torch threads per rank; 0: one (more pay where cores are idle)"""
     eval_every: int = 10_000
     """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
     eval_episodes: int = 20

@@ -125,8 +125,8 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], path: Pa
             axis.plot(x, middle, label=label, **style)
             axis.fill_between(x, low, high, color=COLOURS[script], alpha=0.15, linewidth=0)
     for script in sorted({script for script, _ in curves}):
-        reference = REFERENCES.get((f"{script.split('-')[0]}.py", env_id))
-        if reference and "-" not in script:
+        reference = REFERENCES.get((f"{script}.py", env_id))
+        if reference:
             value, _, steps, source = reference
             label = f"{script}: {source}, at {steps // 1000} k"
             left.axhline(value, color=COLOURS[script], linestyle=(0, (1, 2)), linewidth=1, label=label)
@@ -204,7 +204,7 @@ def table(curves: dict[tuple[str, str, int], Curve]) -> str:
     for (env_id, script, world_size), curve in sorted(curves.items()):
         final, (low, high) = curve.final, interval([curve.final])
         deviation = final.std(ddof=1) if len(final) > 1 else float("nan")
-        reference = REFERENCES.get((f"{script.split('-')[0]}.py", env_id))
+        reference = REFERENCES.get((f"{script}.py", env_id))  # none for a variant
         cells = [env_id, script.replace("_ddp", ""), str(world_size)]
         cells += [f"{final.mean():.1f} ± {deviation:.1f} ({len(final)})", f"{low:.1f} to {high:.1f}"]
         cells.append("{} ± {} at {:.1f} M".format(*reference[:2], reference[2] / 1e6) if reference else "")
@@ -227,11 +227,14 @@ def main(args: Args) -> None:
     if not curves:
         print(f"nothing is recorded of {args.suite}: python -m benchmark.run {args.suite}")
         return
+    names = []
     for env_id in sorted({env_id for env_id, _, _ in curves}):
         chosen = {(script, size): curve for (env, script, size), curve in curves.items() if env == env_id}
-        draw_environment(env_id, chosen, args.figures / args.suite / f"{env_id.replace('/', '-')}.svg")
+        names.append(env_id.replace("/", "-"))
+        draw_environment(env_id, chosen, args.figures / args.suite / f"{names[-1]}.svg")
     draw_aggregate(args.suite, curves, args.figures / args.suite / "all.svg")
-    args.readme.write_text(with_table(args.readme.read_text(), args.suite, table(curves)))
+    images = "".join(f"\n![{name}](benchmark/figures/{args.suite}/{name}.svg)\n" for name in [*names, "all"])
+    args.readme.write_text(with_table(args.readme.read_text(), args.suite, table(curves) + images))
     print(f"drew {len(curves)} curves of {args.suite}; renewed its table in {args.readme}")
 
 
