@@ -193,7 +193,7 @@ def agreement(one: Curve, many: Curve) -> str:
             agreed.append(step)
     (low1, high1), (low2, high2) = interval([one.final]), interval([many.final])
     overlap = "overlap" if low1 <= high2 and low2 <= high1 else "do not overlap"
-    same = " and ".join(f"{step / 1000:g} k" for step in agreed)
+    same = " and ".join(f"{step:,}" for step in agreed)
     return f"as one process up to {same}; intervals {overlap}" if agreed else f"intervals {overlap}"
 
 
@@ -203,10 +203,10 @@ def table(curves: dict[tuple[str, str, int], Curve]) -> str:
     lines = [head, "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     for (env_id, script, world_size), curve in sorted(curves.items()):
         final, (low, high) = curve.final, interval([curve.final])
-        deviation = final.std(ddof=1) if len(final) > 1 else float("nan")
+        deviation = f" ± {final.std(ddof=1):.1f}" if len(final) > 1 else ""
         reference = REFERENCES.get((f"{script}.py", env_id))  # none for a variant
         cells = [env_id, script.replace("_ddp", ""), str(world_size)]
-        cells += [f"{final.mean():.1f} ± {deviation:.1f} ({len(final)})", f"{low:.1f} to {high:.1f}"]
+        cells += [f"{final.mean():.1f}{deviation} ({len(final)})", f"{low:.1f} to {high:.1f}"]
         cells.append("{} ± {} at {:.1f} M".format(*reference[:2], reference[2] / 1e6) if reference else "")
         cells += [f"{curve.steps[-1] / 1e6:.2f} M", f"{curve.minutes[:, -1].mean():.1f}"]
         one = curves.get((env_id, script, 1))
