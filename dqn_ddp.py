@@ -414,9 +414,10 @@ def train(
                 numpy_greedy = q_network.numpy_greedy()
         update_time += time.perf_counter() - update_start
 
-        # metrics: sums and counts of all ranks, divided once
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
+
+        # metrics: sums and counts of all ranks, divided once
         last = vector_step == num_vector_steps or world.stop
         if crossed(args.log_every, before, global_step) or last:
             losses, values = zip(*stats, strict=True) if stats else ([torch.zeros(1)],) * 2

@@ -433,9 +433,10 @@ def train(
                 numpy_policy = actor.numpy_policy()
         update_time += time.perf_counter() - update_start
 
-        # metrics: sums and counts of all ranks, divided once
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
+
+        # metrics: sums and counts of all ranks, divided once
         last = vector_step == num_vector_steps or world.stop
         if crossed(args.log_every, before, global_step) or last:
             sums = statistics.pop() | dict.fromkeys((*CRITIC_STATS, *ACTOR_STATS), 0.0)

@@ -88,7 +88,7 @@ class ReplayBuffer:
         self.free_finals = list(range(16))
         self.block_sums, self.block_minima = np.zeros(blocks), np.full(blocks, np.inf)
         self.discounts = gamma ** np.arange(1.0, n_step + 1.0)
-        self.count, self.touched = 0, []  # places that may be sampled; priorities changed since the last sample
+        self.touched = []  # blocks whose priorities changed since the last sample
         self.largest = self.new_priority = 1.0  # seen on this rank; on any rank at the last gather
 
     def __len__(self) -> int:
@@ -139,10 +139,7 @@ class ReplayBuffer:
             self._set_priorities(waiting, self.new_priority)
 
     def _set_priorities(self, indices: np.ndarray, values: np.ndarray | float) -> None:
-        flat = self.priorities.reshape(-1)
-        self.count -= np.count_nonzero(flat[indices])
-        flat[indices] = values
-        self.count += np.count_nonzero(flat[indices])
+        self.priorities.reshape(-1)[indices] = values
         self.touched.append(indices // BLOCK)
 
     def sample(self, batch_size: int, generator: torch.Generator, device: torch.device, beta: float = 1.0) -> Batch:

@@ -21,6 +21,15 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["preload"])
 
 
+def torchrun(program: Path, *arguments: object) -> str:
+    """Run a test's own program on two processes to its good end -> what it printed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @dataclass
 class Run:
     code: int

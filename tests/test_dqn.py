@@ -1,15 +1,11 @@
 """DQN: its targets by hand, the same experiment at every world size, and unequal shares of a batch."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import dqn_ddp
 from common.arguments import BadInput
-from runs import ROOT, assert_close, run
+from runs import assert_close, run, torchrun
 
 FLAGS = "--env-id tests.envs:NoisyCartPole-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
 FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
@@ -75,11 +71,8 @@ def test_unequal_shares_give_the_gradient_of_the_whole(tmp_path):
         "    main(world)\n"
         "sys.stdout.write(f'equal on rank {world.rank}\\n')\n"
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "equal on rank 0" in done.stdout and "equal on rank 1" in done.stdout
+    printed = torchrun(program)
+    assert "equal on rank 0" in printed and "equal on rank 1" in printed
 
 
 def test_no_gradient_step_before_something_can_be_sampled(tmp_path):

@@ -1,9 +1,6 @@
 """SAC: its log-probability and targets by hand, the same experiment at every world size, unequal shares of a batch."""
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from torch.distributions import AffineTransform, Normal, TanhTransform, Transfor
 import dqn_ddp
 import sac_ddp
 from common.arguments import BadInput
-from runs import ROOT, assert_close, run
+from runs import assert_close, run, torchrun
 
 FLAGS = "--env-id tests.envs:NoisyPendulum-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
 FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
@@ -180,11 +177,8 @@ def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
         "    main(world)\n"
         "sys.stdout.write(f'equal on rank {world.rank}\\n')\n"
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "equal on rank 0" in done.stdout and "equal on rank 1" in done.stdout
+    printed = torchrun(program)
+    assert "equal on rank 0" in printed and "equal on rank 1" in printed
 
 
 @pytest.mark.parametrize(
