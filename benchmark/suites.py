@@ -42,7 +42,7 @@ SUITES = {
             f"{LUNAR} --num-steps 1024 --num-minibatches 64 --learning-rate 3e-4",
             ONE_TO_FIVE,
         ),
-        work("ppg_ddp.py", "LunarLander-v3", f"{LUNAR} --num-steps 256 --num-minibatches 8", ONE_TO_FIVE),
+        work("ppg_ddp.py", "LunarLander-v3", f"{LUNAR} --num-minibatches 8 --update-epochs 4", ONE_TO_FIVE),
         work(
             "dqn_ddp.py",
             "LunarLander-v3",
