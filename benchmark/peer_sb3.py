@@ -5,7 +5,6 @@
 Run by benchmark/speed.py, which installs that environment. `startup` ends at the environment's first step.
 """
 
-import resource
 import sys
 import time
 
@@ -72,7 +71,7 @@ def main(work: str, total: int, threads: int) -> None:
         model = PPO("MlpPolicy", env, batch_size=128, clip_range=0.2, clip_range_vf=0.2, verbose=0, **shared)
     clock = Clock()
     model.learn(total or 512, callback=clock)
-    print(f"sps {clock.steps_per_second():.1f} memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
+    print(f"sps {clock.steps_per_second():.1f}")
 
 
 if __name__ == "__main__":

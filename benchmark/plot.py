@@ -4,7 +4,8 @@
 
 Reads only `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and the README's table between its markers.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
-(arXiv:2108.13264). A final return is the mean of a run's last three evaluations.
+(arXiv:2108.13264); of two seeds that is no more than their range. A final return is the mean of a run's last three
+evaluations.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Literal
 import matplotlib
 import numpy as np
 import tyro
+from matplotlib.figure import Figure
 
 from benchmark.run import Run, recorded, runs_of
-from benchmark.suites import REFERENCES, SCALES
+from benchmark.suites import REFERENCES, SCALES, SUITES
 
-matplotlib.use("svg")
 matplotlib.rcParams |= {
     "svg.hashsalt": "lockstep",
     "font.size": 9,
@@ -36,13 +37,13 @@ COLOURS = {  # Okabe and Ito's, told apart by the colour-blind
     "dqn_ddp-prioritized": "#E69F00",
     "sac_ddp": "#CC79A7",
 }
-DASHES = {1: "-", 2: "--", 4: ":"}
+DASHES = {1: "-", 2: "-."}  # by world size; references are dashed
 RESAMPLES = 2000
 
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[Literal["classic", "minatar", "mujoco", "atari"]]
+    suite: tyro.conf.Positional[Literal[tuple(SUITES)]]
     """which suite"""
     results: Path = Path("benchmark/results")
     """where curves are recorded"""
@@ -113,9 +114,8 @@ def interval(groups: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], path: Path) -> None:
     """Returns against transitions, and against wall time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    lines = len(curves) + len({script for script, _ in curves})
+    figure = Figure(figsize=(8, 2.7 + 0.09 * lines), layout="constrained")  # the legend has two columns
     left, right = figure.subplots(1, 2, sharey=True)
     for (script, world_size), curve in sorted(curves.items()):
         style = {"color": COLOURS[script], "linestyle": DASHES[world_size], "linewidth": 1.5}
@@ -129,9 +129,9 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], path: Pa
         if reference:
             value, _, steps, source = reference
             label = f"{script}: {source}, at {steps // 1000} k"
-            left.axhline(value, color=COLOURS[script], linestyle=(0, (1, 2)), linewidth=1, label=label)
+            left.axhline(value, color=COLOURS[script], linestyle="--", linewidth=1, label=label)
     left.set(xlabel="environment transitions (thousands)", ylabel="return of evaluation episodes", title=env_id)
-    right.set(xlabel="wall time (minutes)", title="the same against time")
+    right.set(xlabel="wall time (minutes), other runs beside it", title="the same against time")
     for axis in (left, right):
         axis.grid(alpha=0.3, linewidth=0.5)
     handles, labels = left.get_legend_handles_labels()
@@ -141,11 +141,10 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], path: Pa
 
 def draw_aggregate(suite: str, curves: dict[tuple[str, str, int], Curve], path: Path) -> None:
     """Scaled returns over all environments of the suite: along the budget, and their profile at its end."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    part, levels = np.linspace(0.02, 1, 50), np.linspace(0, 1.2, 121)
+    first = max(curve.steps[0] / curve.steps[-1] for curve in curves.values())
+    part, levels = np.linspace(first, 1, 50), np.linspace(0, 1.2, 121)
     for script in sorted({script for _, script, _ in curves}):
         scaled, final = [], []
         for (env_id, name, world_size), curve in curves.items():
@@ -160,7 +159,8 @@ def draw_aggregate(suite: str, curves: dict[tuple[str, str, int], Curve], path: 
         label = f"{script}, {len(scaled)} environment{'s' if len(scaled) > 1 else ''}"
         left.plot(100 * part, middle, color=COLOURS[script], label=label)
         left.fill_between(100 * part, low, high, color=COLOURS[script], alpha=0.15, linewidth=0)
-        right.plot(levels, [(np.concatenate(final) > level).mean() for level in levels], color=COLOURS[script])
+        profile = [np.mean([(runs > level).mean() for runs in final]) for level in levels]
+        right.plot(levels, profile, color=COLOURS[script])
     left.set(xlabel="part of the budget (%)", ylabel="scaled return, interquartile mean", title=f"suite {suite}")
     right.set(
         xlabel="scaled final return (0 random, 1 good)", ylabel="runs above it (part)", title="performance profile"
@@ -190,24 +190,25 @@ def agreement(one: Curve, many: Curve) -> str:
                 if not all(equal(a[name], b[name]) for name in a if not name.startswith("time/")):
                     break
                 step = int(a["global_step"])
-            agreed.append(step)
+            agreed.append(f"{step:,}")
     (low1, high1), (low2, high2) = interval([one.final]), interval([many.final])
-    overlap = "overlap" if low1 <= high2 and low2 <= high1 else "do not overlap"
-    same = " and ".join(f"{step:,}" for step in agreed)
-    return f"as one process up to {same}; intervals {overlap}" if agreed else f"intervals {overlap}"
+    return f"{', '.join(agreed)}; {'overlap' if low1 <= high2 and low2 <= high1 else 'apart'}"
 
 
 def table(curves: dict[tuple[str, str, int], Curve]) -> str:
     """The suite's results in Markdown."""
-    head = "| environment | script | processes | final return | 95 % interval | reference | transitions | minutes | |"
-    lines = [head, "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    head = "| environment | script | processes | final return | 95 % interval | reference | transitions | minutes |"
+    lines = [f"{head} as one process up to; intervals |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     for (env_id, script, world_size), curve in sorted(curves.items()):
         final, (low, high) = curve.final, interval([curve.final])
-        deviation = f" ± {final.std(ddof=1):.1f}" if len(final) > 1 else ""
+        several = len(final) > 1
+        deviation = f" ± {final.std(ddof=1):.1f}" if several else ""
         reference = REFERENCES.get((f"{script}.py", env_id))  # none for a variant
         cells = [env_id, script.replace("_ddp", ""), str(world_size)]
-        cells += [f"{final.mean():.1f}{deviation} ({len(final)})", f"{low:.1f} to {high:.1f}"]
-        cells.append("{} ± {} at {:.1f} M".format(*reference[:2], reference[2] / 1e6) if reference else "")
+        cells += [f"{final.mean():.1f}{deviation} ({len(final)})", f"{low:.1f} to {high:.1f}" if several else ""]
+        cells.append(
+            "{} ± {} at {:.2f} M, {}".format(*reference[:2], reference[2] / 1e6, reference[3]) if reference else ""
+        )
         cells += [f"{curve.steps[-1] / 1e6:.2f} M", f"{curve.minutes[:, -1].mean():.1f}"]
         one = curves.get((env_id, script, 1))
         cells.append(agreement(one, curve) if world_size > 1 and one else "")

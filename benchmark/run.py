@@ -2,6 +2,7 @@
 
     python -m benchmark.run classic
     python -m benchmark.run classic --filter dqn_ddp CartPole --dry-run
+    python -m benchmark.run classic --filter ppo_ddp__w1__s3 CartPole --results runs/again
 
 A run is recorded as `benchmark/results/SUITE/NAME.csv` and, last, `NAME.json`: what has both is done and not repeated.
 Ctrl-C, or the end of this program in any way, ends the runs; the unfinished ones start afresh next time.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import fcntl
 import json
 import os
 import shlex
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -33,12 +36,12 @@ RECORDED = ("global_step", "charts/episodic_return", "charts/episodes", "eval/ep
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[Literal["classic", "minatar", "mujoco", "atari"]]
+    suite: tyro.conf.Positional[Literal[tuple(SUITES)]]
     """which suite"""
     filter: tuple[str, ...] = ()
     """only runs whose names contain all of these, such as ppo_ddp CartPole w1 s3"""
     dry_run: bool = False
-    """print the commands of what is missing, and run nothing"""
+    """print the runs' commands, and run nothing"""
     cores: int = field(default_factory=lambda: World(cuda=False).cores)
     """ranks at once, over all runs"""
     results: Path = Path("benchmark/results")
@@ -60,8 +63,13 @@ class Run:
     @property
     def name(self) -> str:
         """Such as CartPole-v1__dqn_ddp-prioritized__w1__s3."""
+        return f"{self.work}__s{self.seed}"
+
+    @property
+    def work(self) -> str:
+        """What the seeds of one curve share."""
         script = self.script.removesuffix(".py") + (f"-{self.variant}" if self.variant else "")
-        return f"{self.env_id.replace('/', '-')}__{script}__w{self.world_size}__s{self.seed}"
+        return f"{self.env_id.replace('/', '-')}__{script}__w{self.world_size}"
 
     def command(self, run_dir: Path) -> list[str]:
         words = [self.script, "--env-id", self.env_id, "--seed", str(self.seed), *self.flags.split()]
@@ -96,8 +104,11 @@ def recorded(run: Run, results: Path) -> dict | None:
 
 def changed() -> bool:
     """True where some source differs from the commit."""
-    git = ["git", "status", "--porcelain", "*.py"]
-    return bool(subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout)
+    try:
+        git = ["git", "status", "--porcelain", "*.py"]
+        return bool(subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout)
+    except OSError:  # no git: no commit either
+        return False
 
 
 def record(run: Run, run_dir: Path, results: Path, seconds: float, dirty: bool) -> None:
@@ -113,7 +124,7 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float, dirty: bool) 
         writer.writerows(rows)
     about = {
         "command": run.shown,
-        "commit": f"{config['commit']}{' and changes' if dirty else ''}",
+        "commit": f"{config['commit']} and changes" if dirty else config["commit"],
         "versions": config["versions"],
         "device": config["device"],
         "world_size": run.world_size,
@@ -134,21 +145,19 @@ def progress(run_dir: Path) -> float:
         return 0.0
 
 
-def seconds_left(
-    waiting: list[Run], active: dict[Run, tuple], durations: dict[tuple, float], work: Path
-) -> float | None:
+def seconds_left(waiting: list[Run], active: dict[Run, tuple], durations: dict[str, float], args: Args) -> float | None:
     """Estimate for all, as if the cores stayed full; None until something is known."""
-    rates = dict(durations)
+    rates, parts = dict(durations), {run: 1.0 for run in waiting}
     for run, (_, start, *_) in active.items():
-        done = progress(work / run.name)
+        done = progress(args.work / run.name)
+        parts[run] = 1.0 - done
         if done > 0.02:
-            rates.setdefault((run.script, run.env_id, run.world_size), (time.monotonic() - start) / done)
+            rates.setdefault(run.work, (time.monotonic() - start) / done)
     if not rates:
         return None
     mean = sum(rates.values()) / len(rates)
-    expected = {run: rates.get((run.script, run.env_id, run.world_size), mean) for run in [*waiting, *active]}
-    parts = {run: 1 - progress(work / run.name) if run in active else 1.0 for run in expected}
-    return sum(seconds * run.world_size * parts[run] for run, seconds in expected.items())
+    left = {run: part * rates.get(run.work, mean) for run, part in parts.items()}
+    return max(max(left.values()), sum(seconds * run.world_size for run, seconds in left.items()) / args.cores)
 
 
 def end_with_parent() -> None:
@@ -172,68 +181,80 @@ def main(args: Args) -> int:
         print(f"--cores {args.cores}: {wide[0].name} needs {wide[0].world_size}; name more, or filter w1.")
         return 2
     if args.dry_run:
-        for run in missing:
-            print(run.shown)
+        for run in runs:
+            print(run.shown if run in missing else f"{run.shown}  # recorded")
         return 0
-    done, durations, failed = len(runs) - len(missing), {}, []
+    args.work.mkdir(parents=True, exist_ok=True)
+    lock = open(args.work / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"--work {args.work}: another benchmark.run is using it; wait, or name another folder.")
+        return 2
+    stopped: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stopped.append(number))
+    durations, failed = {}, []
     for run in runs:
         if run not in missing:
-            seconds = recorded(run, args.results)["seconds"]
-            durations.setdefault((run.script, run.env_id, run.world_size), seconds)
-    waiting, active, told = list(missing), {}, 0.0
+            durations.setdefault(run.work, recorded(run, args.results)["seconds"])
+    done, waiting, active, told, ending = len(runs) - len(missing), list(missing), {}, 0.0, False
     print(f"{len(runs)} runs, {done} of them recorded; {args.cores} ranks at once", flush=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    try:
-        while waiting or active:
-            free = args.cores - sum(run.world_size for run in active)
-            while waiting and waiting[0].world_size <= free:
-                run = waiting.pop(0)
-                free -= run.world_size
-                run_dir = args.work / run.name
-                args.work.mkdir(parents=True, exist_ok=True)
-                for name in ("metrics.csv", "config.json"):  # of an unfinished one
-                    (run_dir / name).unlink(missing_ok=True)
-                log = open(args.work / f"{run.name}.log", "w")
-                words = [sys.executable, *run.command(run_dir)[1:]]
-                process = subprocess.Popen(
-                    words, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
-                )
-                active[run] = (process, time.monotonic(), log, changed())
-            time.sleep(0.2)
-            for run, (process, start, log, dirty) in list(active.items()):
-                if process.poll() is None:
-                    continue
-                seconds = time.monotonic() - start
-                log.close()
-                del active[run]
-                if process.returncode == 0:
-                    record(run, args.work / run.name, args.results, seconds, dirty)
-                    durations[(run.script, run.env_id, run.world_size)] = seconds
-                    done += 1
-                else:
-                    failed.append(run)
-                state = "done" if process.returncode == 0 else f"FAILED with code {process.returncode}"
-                print(f"{run.name} {state} in {clock(seconds)}", flush=True)
-                told = 0.0
-            if active and time.monotonic() - told > 60:
-                told, left = time.monotonic(), seconds_left(waiting, active, durations, args.work)
-                going = ", ".join(f"{run.name} {progress(args.work / run.name):.0%}" for run in active)
-                total = clock(None if left is None else left / args.cores)
-                print(f"{done} of {len(runs)} recorded, {total} left; running {going}", flush=True)
-    except KeyboardInterrupt:
-        print(f"ending {len(active)} runs; {done} of {len(runs)} are recorded", flush=True)
-        return 130
-    finally:
-        for process, *_ in active.values():
-            process.terminate()
-        for process, *_ in active.values():
-            process.wait()
+    while active or (waiting and not stopped):
+        free = 0 if stopped else args.cores - sum(run.world_size for run in active)
+        while run := next((run for run in waiting if run.world_size <= free), None):
+            waiting.remove(run)
+            free -= run.world_size
+            run_dir = args.work / run.name
+            for name in ("metrics.csv", "config.json"):  # of an unfinished one
+                (run_dir / name).unlink(missing_ok=True)
+            log, words, dirty = open(args.work / f"{run.name}.log", "w"), run.command(run_dir), changed()
+            process = subprocess.Popen(
+                [sys.executable, *words[1:]],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+            active[run] = (process, time.monotonic(), log, dirty)
+        time.sleep(0.2)
+        if stopped and not ending:
+            ending = True
+            print(f"ending {len(active)} runs", flush=True)
+            for process, *_ in active.values():
+                process.terminate()
+        for run, (process, start, log, dirty) in list(active.items()):
+            if process.poll() is None:
+                continue
+            seconds, state = time.monotonic() - start, f"FAILED with code {process.returncode}"
+            log.close()
+            del active[run]
+            if process.returncode == 0:
+                record(run, args.work / run.name, args.results, seconds, dirty)
+                durations[run.work], state = seconds, "done"
+                done += 1
+            elif ending:
+                state = "ended"
+            else:
+                failed.append(run)
+            print(f"{run.name} {state} in {clock(seconds)}", flush=True)
+            told = 0.0
+        if active and time.monotonic() - told > 60:
+            told = time.monotonic()
+            left = clock(seconds_left(waiting, active, durations, args))
+            going = ", ".join(f"{run.name} {progress(args.work / run.name):.0%}" for run in active)
+            print(f"{done} of {len(runs)} recorded, {left} left; running {going}", flush=True)
     for run in failed:
         log = args.work / f"{run.name}.log"
-        print(f"\n{run.name} failed; the end of {log}:", *log.read_text().splitlines()[-10:], sep="\n    ")
-    return 1 if failed else 0
+        lines = takewhile(lambda line: "failed (exitcode:" not in line, log.read_text().splitlines())  # torchrun's own
+        print(f"\n{run.name} failed; the end of {log}:", *list(lines)[-10:], sep="\n    ")
+    if stopped:
+        print(f"{done} of {len(runs)} are recorded; the same command goes on")
+    return 128 + stopped[0] if stopped else 1 if failed else 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(tyro.cli(Args)))

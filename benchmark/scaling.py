@@ -2,28 +2,34 @@
 
     python -m benchmark.scaling
     python -m benchmark.scaling --ranks 1 2 4 8 --repetitions 5
+    python -m benchmark.scaling --no-measure     # redraws what is recorded
 
-Each process adds as many environments, so the ideal is a straight line. Writes benchmark/results/scaling.csv and
-benchmark/figures/scaling.svg. Nothing else should run on the machine meanwhile.
+Each process adds as many environments, so the ideal is a straight line. Writes benchmark/results/scaling.csv, and from
+it benchmark/figures/scaling.svg and the README's table. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import csv
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
+from matplotlib.figure import Figure
 
-from benchmark.plot import save
+from benchmark.plot import save, with_table
 from benchmark.speed import ours
 from common.distributed import World
+from common.logger import environment_record
 
-WORKS = {  # environments per process, flags
-    "PPO CartPole-v1, 4 environments each": (4, "--env-id CartPole-v1 --num-steps 128", 50_000),
-    "PPO CartPole-v1, 64 environments each": (64, "--env-id CartPole-v1 --num-steps 128", 400_000),
-    "PPO ALE/Breakout-v5, 8 environments each": (8, "--env-id ALE/Breakout-v5 --clip-coef 0.1", 10_240),
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+CARTPOLE, BREAKOUT = "--env-id CartPole-v1 --num-steps 128", "--env-id ALE/Breakout-v5 --clip-coef 0.1"
+WORKS = {  # script, environments per process, flags, transitions per process
+    "PPO CartPole-v1, 4 environments each": ("ppo_ddp.py", 4, CARTPOLE, 50_000),
+    "PPO CartPole-v1, 64 environments each": ("ppo_ddp.py", 64, CARTPOLE, 400_000),
+    "PPO ALE/Breakout-v5, 8 environments each": ("ppo_ddp.py", 8, BREAKOUT, 10_240),
 }
 
 
@@ -33,48 +39,75 @@ class Args:
     """numbers of processes, the first of them 1"""
     repetitions: int = 3
     """interleaved repetitions"""
+    measure: bool = True
+    """no: only draw what is recorded"""
     results: Path = Path("benchmark/results/scaling.csv")
-    """the table as data"""
+    """the measurements"""
     figure: Path = Path("benchmark/figures/scaling.svg")
     """the figure"""
+    readme: Path = Path("README.md")
+    """whose table is renewed"""
 
     def __post_init__(self) -> None:
-        if self.ranks[0] != 1 or list(self.ranks) != sorted(set(self.ranks)):
-            raise ValueError(f"--ranks {self.ranks}: must start with 1 and rise, such as 1 2 4.")
+        if not self.ranks or self.ranks[0] != 1 or list(self.ranks) != sorted(set(self.ranks)):
+            raise ValueError(f"--ranks {' '.join(map(str, self.ranks))}: must start with 1 and rise, such as 1 2 4.")
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions {self.repetitions}: must be at least 1.")
 
 
-def main(args: Args) -> None:
-    from matplotlib.figure import Figure
-
+def measure(args: Args) -> None:
+    """Write a row per work, number of processes and repetition."""
+    world = World(cuda=False)
+    device = f"{world.cores} cores of {environment_record(world)['device']}"
     rows = []
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for (name, (num_envs, flags, steps)), colour in zip(WORKS.items(), ("#0072B2", "#D55E00", "#009E73"), strict=True):
-        speeds = {ranks: [] for ranks in args.ranks}
+    for name, (script, num_envs, flags, steps) in WORKS.items():
         for _ in range(args.repetitions):
             for ranks in args.ranks:
                 sizes = f"--num-envs {num_envs * ranks} --total-timesteps {steps * ranks}"
-                speeds[ranks].append(ours("ppo_ddp.py", f"{flags} {sizes}", ranks, 1).sps)
-        medians = {ranks: statistics.median(values) for ranks, values in speeds.items()}
-        print(f"\n{name}", flush=True)
-        for ranks, median in medians.items():
-            efficiency = median / (ranks * medians[1])
-            spread = f"[{min(speeds[ranks]):.0f}, {max(speeds[ranks]):.0f}]"
-            print(f"  {ranks:3} processes {median:9.0f} steps/s {spread:18} efficiency {efficiency:.2f}", flush=True)
-            rows.append([name, ranks, round(median), round(min(speeds[ranks])), round(max(speeds[ranks])), efficiency])
-        left.plot(args.ranks, [medians[ranks] / medians[1] for ranks in args.ranks], "o-", color=colour, label=name)
-        right.plot(args.ranks, [medians[ranks] / ranks / medians[1] for ranks in args.ranks], "o-", color=colour)
-    left.plot(args.ranks, args.ranks, color="grey", linestyle=":", label="ideal")
-    right.axhline(1.0, color="grey", linestyle=":")
-    left.set(xlabel="processes", ylabel="steps/s over those of one process", xticks=args.ranks)
-    right.set(xlabel="processes", ylabel="efficiency", xticks=args.ranks, ylim=(0, 1.1))
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    save(figure, args.figure)
+                rows.append([name, ranks, round(ours(script, f"{flags} {sizes}", ranks, 1).sps), device])
+                print(*rows[-1], sep=", ", flush=True)
     args.results.parent.mkdir(parents=True, exist_ok=True)
     with open(args.results, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["work", "processes", "steps_per_second", "lowest", "highest", "efficiency"])
+        writer.writerow(["work", "processes", "steps_per_second", "device"])
         writer.writerows(rows)
+
+
+def draw(args: Args) -> None:
+    """The figure and the README's table, of what is recorded."""
+    speeds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with open(args.results, newline="") as file:
+        for row in csv.DictReader(file):
+            speeds[row["work"]][int(row["processes"])].append(float(row["steps_per_second"]))
+            device = row["device"]
+    text = "| work | processes | steps per second, median [lowest, highest] | efficiency |\n| --- | --- | --- | --- |\n"
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (name, by_ranks), colour in zip(speeds.items(), COLOURS[: len(speeds)], strict=True):
+        medians = {ranks: statistics.median(values) for ranks, values in by_ranks.items()}
+        efficiency = {ranks: median / ranks / medians[1] for ranks, median in medians.items()}
+        for ranks, values in by_ranks.items():
+            spread = f"{medians[ranks]:,.0f} [{min(values):,.0f}, {max(values):,.0f}]"
+            text += f"| {name} | {ranks} | {spread} | {efficiency[ranks]:.2f} |\n"
+        left.plot(medians.keys(), [x / medians[1] for x in medians.values()], "o-", color=colour, label=name)
+        right.plot(efficiency.keys(), efficiency.values(), "o-", color=colour)
+    ticks = list(medians)
+    left.plot(ticks, ticks, color="grey", linestyle=":", label="ideal")
+    right.axhline(1.0, color="grey", linestyle=":")
+    left.set(xlabel="processes", ylabel="steps/s over those of one process", xticks=ticks)
+    right.set(xlabel="processes", ylabel="efficiency (steps/s per process)", xticks=ticks, ylim=(0, 1.1))
+    figure.suptitle(device, fontsize=9)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    save(figure, args.figure)
+    text = f"On {device}, one torch thread per process:\n\n{text}\n![scaling](benchmark/figures/scaling.svg)\n"
+    args.readme.write_text(with_table(args.readme.read_text(), "scaling", text))
+    print(text)
+
+
+def main(args: Args) -> None:
+    if args.measure:
+        measure(args)
+    draw(args)
 
 
 if __name__ == "__main__":

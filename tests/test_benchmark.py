@@ -17,7 +17,7 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from benchmark import plot
+from benchmark import plot, scaling
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES
 from runs import ROOT
@@ -36,11 +36,30 @@ def test_interquartile_mean_by_hand():
 
 
 def test_the_interval_is_that_of_the_mean_of_a_normal():
-    """Of 400 normal draws: the known 95 % interval of a 25 % trimmed mean, +- 1.96 * 1.093 / 20, to a tenth."""
+    """Of 400 normal draws: the known 95 % interval of a 25 % trimmed mean, +- 1.96 * 1.093 / 20, to 15 %."""
     x = np.random.default_rng(1).normal(size=400)
     low, high = plot.interval([x])
     assert (high - low) / 2 == pytest.approx(1.96 * 1.093 / 20, rel=0.15)
     assert low < plot.interquartile_mean(x, 0) < high
+    assert plot.interval([np.zeros(2), np.full(2, 10.0)]) == (5.0, 5.0)  # resampled within each group
+
+
+def test_agreement_of_two_world_sizes_by_hand():
+    """Rows agree to 1e-3 up to the first that differs; times do not count; seeds are matched; intervals overlap."""
+
+    def curve(seeds: list[int], returns: list[list[float]]) -> plot.Curve:
+        rows = [
+            [
+                {"global_step": 100 * (i + 1), "eval/episodic_return": repr(x), "time/wall": str(seed)}
+                for i, x in enumerate(r)
+            ]
+            for seed, r in zip(seeds, returns, strict=True)
+        ]
+        return plot.Curve(np.array([100, 200, 300]), np.array(returns), np.zeros((len(seeds), 3)), rows, seeds)
+
+    one = curve([1, 2, 3], [[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]])
+    assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]])) == "200, 0; overlap"
+    assert plot.agreement(one, curve([2], [[1.0, 2.0, 300.0]])) == "200; apart"
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -112,14 +131,56 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     assert header == ",".join(runner.RECORDED) and rows[-1].startswith("1280,")
 
 
+def test_ctrl_c_ends_the_runs_and_the_next_start_goes_on(tmp_path):
+    """SIGINT: both runs end at a boundary, what was finished stays recorded; meanwhile a second runner is refused."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", TINY.replace("LONG", "True")]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    begun = [tmp_path / "work" / f"CartPole-v1__ppo_ddp-long__w1__s{seed}" / "metrics.csv" for seed in (1, 2)]
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and path.read_text().count("\n") > 3 for path in begun):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    second = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    assert second.returncode == 2 and "another benchmark.run is using it" in second.stdout
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and output.count(" ended in ") == 2, output
+    assert "2 of 5 are recorded; the same command goes on" in output
+    assert len(list((tmp_path / "results" / "tiny").iterdir())) == 4
+    sizes = [path.stat().st_size for path in begun]
+    time.sleep(0.5)
+    assert sizes == [path.stat().st_size for path in begun], "a run outlived its runner"
+
+
+def test_filter_dry_run_and_cores(tmp_path, capsys):
+    """--filter takes names with all its parts; --dry-run shows commands; a run wider than --cores is refused."""
+    folders = {"results": tmp_path / "results", "work": tmp_path / "work"}
+    wanted = ("ppo_ddp", "CartPole", "w2")
+    assert runner.main(runner.Args("classic", filter=wanted, dry_run=True, **folders)) == 0
+    flags = "--total-timesteps 200000 --eval-every 10000"
+    assert capsys.readouterr().out.splitlines() == [
+        "python -m torch.distributed.run --standalone --nproc_per_node=2 ppo_ddp.py --env-id CartPole-v1"
+        f" --seed {seed} {flags} --run-dir runs/CartPole-v1__ppo_ddp__w2__s{seed}"
+        for seed in (1, 2)
+    ]
+    assert runner.main(runner.Args("classic", filter=wanted, cores=1, **folders)) == 2
+    assert "--cores 1: CartPole-v1__ppo_ddp__w2__s1 needs 2" in capsys.readouterr().out
+    assert runner.main(runner.Args("classic", filter=("w7",), **folders)) == 2
+    assert "--filter w7: no run's name contains that, such as CartPole-v1__ppo_ddp__w1__s1" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failed_run_is_reported_with_its_log(tmp_path):
-    program = TINY.replace("LONG", "True").replace(" 200000", " 512")
+    """Of one process, and of two, where torchrun's own report comes after the error."""
+    program = TINY.replace("LONG", "True").replace(" 200000", " 512").replace("{1: (3,)}", "{1: (3,), 2: (3,)}")
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "NoSuchEnv-v0__ppo_ddp__w1__s3 FAILED with code 2" in done.stdout
-    assert (
-        "5 runs, 0 of them recorded" in done.stdout and "error: --env-id NoSuchEnv-v0" in done.stdout.splitlines()[-1]
-    )
+    assert "6 runs, 0 of them recorded" in done.stdout
+    for size in (1, 2):
+        report = done.stdout.split(f"NoSuchEnv-v0__ppo_ddp__w{size}__s3 failed; the end of ")[1].split("\n\n")[0]
+        assert "    error: --env-id NoSuchEnv-v0" in report
 
 
 @pytest.mark.parametrize("suite", [suite for suite in SUITES if (RESULTS / suite).exists()])
@@ -132,3 +193,13 @@ def test_figures_and_table_are_what_the_data_say(suite, tmp_path, monkeypatch):
     drawn = {path.name: path.read_bytes() for path in (tmp_path / "figures" / suite).iterdir()}
     kept = {path.name: path.read_bytes() for path in (ROOT / "benchmark" / "figures" / suite).iterdir()}
     assert drawn == kept and "all.svg" in drawn
+
+
+def test_the_scaling_table_is_what_the_data_say(tmp_path, monkeypatch):
+    """Redrawn from the recorded speeds: the committed figure byte by byte, and the README's table."""
+    monkeypatch.chdir(ROOT)
+    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    scaling.draw(scaling.Args(figure=tmp_path / "scaling.svg", readme=tmp_path / "README.md"))
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+    drawn = (tmp_path / "scaling.svg").read_bytes()
+    assert drawn == (ROOT / "benchmark" / "figures" / "scaling.svg").read_bytes()
