@@ -192,7 +192,7 @@ def agreement(one: Curve, many: Curve) -> str:
                 step = int(a["global_step"])
             agreed.append(f"{step:,}")
     (low1, high1), (low2, high2) = interval([one.final]), interval([many.final])
-    return f"{', '.join(agreed)}; {'overlap' if low1 <= high2 and low2 <= high1 else 'apart'}"
+    return f"{' and '.join(agreed)}; {'overlap' if low1 <= high2 and low2 <= high1 else 'apart'}"
 
 
 def table(curves: dict[tuple[str, str, int], Curve]) -> str:

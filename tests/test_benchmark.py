@@ -58,7 +58,7 @@ def test_agreement_of_two_world_sizes_by_hand():
         return plot.Curve(np.array([100, 200, 300]), np.array(returns), np.zeros((len(seeds), 3)), rows, seeds)
 
     one = curve([1, 2, 3], [[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]])
-    assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]])) == "200, 0; overlap"
+    assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]])) == "200 and 0; overlap"
     assert plot.agreement(one, curve([2], [[1.0, 2.0, 300.0]])) == "200; apart"
 
 
