@@ -47,19 +47,17 @@ def test_the_interval_is_that_of_the_mean_of_a_normal():
 def test_agreement_of_two_world_sizes_by_hand():
     """Rows agree to 1e-3 up to the first that differs; times do not count; seeds are matched; intervals overlap."""
 
-    def curve(seeds: list[int], returns: list[list[float]]) -> plot.Curve:
+    def curve(seeds: list[int], returns: list[list[float]], wall: float) -> plot.Curve:
         rows = [
-            [
-                {"global_step": 100 * (i + 1), "eval/episodic_return": repr(x), "time/wall": str(seed)}
-                for i, x in enumerate(r)
-            ]
-            for seed, r in zip(seeds, returns, strict=True)
+            [{"global_step": 100 * i, "eval/episodic_return": repr(x), "time/wall": wall} for i, x in enumerate(run, 1)]
+            for run in returns
         ]
         return plot.Curve(np.array([100, 200, 300]), np.array(returns), np.zeros((len(seeds), 3)), rows, seeds)
 
-    one = curve([1, 2, 3], [[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]])
-    assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]])) == "200 and 0; overlap"
-    assert plot.agreement(one, curve([2], [[1.0, 2.0, 300.0]])) == "200; apart"
+    one = curve([1, 2, 3], [[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]], 1.0)
+    assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]], 2.0)) == "200 and 0; overlap"
+    for last in (300.0, -300.0):
+        assert plot.agreement(one, curve([2], [[1.0, 2.0, last]], 2.0)) == "200; apart"
 
 
 @pytest.mark.parametrize("suite", SUITES)
