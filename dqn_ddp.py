@@ -20,10 +20,9 @@ arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -36,8 +35,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.arguments import crossed, flag, require, require_divisible
-from common.distributed import World, launch
-from common.environments import TRAINING, EpisodeStatistics, environment_seeds, is_native_atari, make_envs, reset
+from common.distributed import Diverged, World, launch
+from common.environments import TRAINING, EpisodeStatistics, close, environment_seeds, is_native_atari, make_envs, reset
 from common.evaluation import evaluate, evaluation_here
 from common.logger import Logger
 from common.replay import ReplayBuffer
@@ -302,11 +301,11 @@ def main(args: Args) -> None:
         local_num_envs, spaces = here.stop - here.start, (gym.spaces.Discrete,)
         threads = args.num_threads or world.cores
         envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, threads, args.life_loss)
-        stack.enter_context(closing(envs))
+        stack.callback(close, envs)
         episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
         if args.eval_every and episodes_here:
             eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization, threads)
-            stack.enter_context(closing(eval_envs))
+            stack.callback(close, eval_envs)
         rb = ReplayBuffer(
             args.buffer_size,
             args.num_envs,
@@ -319,8 +318,7 @@ def main(args: Args) -> None:
             stack=4 if atari else 1,
             alpha=args.per_alpha if args.prioritized else 0.0,
         )
-        script = os.path.splitext(os.path.basename(__file__))[0]
-        logger = stack.enter_context(Logger(args, script, COLUMNS, world))
+        logger = stack.enter_context(Logger(args, __file__, COLUMNS, world))
         large = is_large(envs.single_observation_space, channels_first=atari)
         torch.set_num_threads(threads if large or args.num_threads else 1)
         with world.process_group(args.timeout):
@@ -338,8 +336,7 @@ def train(
 ) -> None:
     """The training loop, inside the process group; leaving it drops the DDP modules."""
     device = world.device
-    here = world.here(args.num_envs)
-    local_num_envs = here.stop - here.start
+    here, local_num_envs = world.here(args.num_envs), envs.num_envs
     num_vector_steps = args.total_timesteps // args.num_envs
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     budget = num_vector_steps * args.num_envs
@@ -436,7 +433,7 @@ def train(
             row |= {"time/wall": wall, "time/SPS": global_step / wall} | {name: total[name] for name in times}
             logger.log(row)
             if not math.isfinite(total["td_loss"]):
-                raise FloatingPointError(f"step {global_step}: a loss is not finite; try a lower --learning-rate.")
+                raise Diverged(f"step {global_step}: a loss is not finite; try a lower --learning-rate.")
             stats, update_time, row_start = [], 0.0, time.perf_counter()
             if world.stop:
                 break
@@ -453,12 +450,14 @@ def train(
         if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
             eval_start = time.perf_counter()
             eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            if world.stop:
+                break
             row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
             row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
             row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
             logger.log(row)
             row_start = time.perf_counter() - (eval_start - row_start)  # evaluation is not rollout
-            if world.stop or (args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return):
+            if args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return:
                 break
 
     if args.save_model:

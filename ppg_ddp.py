@@ -25,10 +25,9 @@ Differences from the reference (OpenAI's phasic-policy-gradient), beside those l
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -40,8 +39,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.arguments import BadInput, crossed, flag, require, require_divisible, require_divisor
-from common.distributed import World, launch
-from common.environments import TRAINING, EpisodeStatistics, environment_seeds, is_native_atari, make_envs, reset
+from common.distributed import Diverged, World, launch
+from common.environments import TRAINING, EpisodeStatistics, close, environment_seeds, is_native_atari, make_envs, reset
 from common.evaluation import evaluate, evaluation_here
 from common.logger import Logger
 from common.normalization import RunningMoments, discounted_returns
@@ -129,7 +128,7 @@ class Args:
     n_pi: int = 16
     """iterations per policy phase; an auxiliary phase follows each, over all their transitions"""
     aux_epochs: int = 6
-    """epochs of an auxiliary phase; 0: no auxiliary phases, which is PPO"""
+    """epochs of an auxiliary phase; 0: no auxiliary phases, which on vectors is PPO"""
     num_aux_minibatches: int = 16
     """minibatches per auxiliary epoch, each with as many steps of every environment"""
     aux_learning_rate: float = 5e-4
@@ -160,6 +159,8 @@ class Args:
             require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
         require_divisible("--num-steps", self.num_steps, self.num_minibatches, "--num-minibatches")
         size = self.num_envs * self.num_steps
+        normalized = {"minibatch": size // self.num_minibatches, "batch": size, "none": 2}[self.norm_adv]
+        require(normalized > 1, "--norm-adv", self.norm_adv, "none, or over at least 2 samples")
         needed = f"at least one iteration: --num-envs {self.num_envs} x --num-steps {self.num_steps} = {size}"
         require(self.total_timesteps >= size, "--total-timesteps", self.total_timesteps, needed)
         if self.aux_epochs:
@@ -413,10 +414,10 @@ def minibatch_places(
 
 
 def normalize_advantages(advantages: torch.Tensor, world: World) -> torch.Tensor:
-    """Rows (m, local size) -> zero mean and unit variance (N - 1) of each row over all ranks."""
+    """Rows (..., local size) -> zero mean and unit variance (N - 1) of each row over all ranks."""
     wide = advantages.double()
     sums = torch.stack([wide.sum(-1), (wide**2).sum(-1)])
-    first, second = world.gather(sums).sum(0).reshape(2, -1, 1)  # collective
+    first, second = world.gather(sums.flatten()).sum(0).reshape(2, *advantages.shape[:-1], 1)  # collective
     count = advantages.shape[-1] * world.world_size
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
     mean, std = (torch.from_numpy(x).to(advantages) for x in (first / count, std))
@@ -434,7 +435,7 @@ def update_stats(stats: list[tuple[torch.Tensor, ...]], clip_coef: float) -> np.
 
 
 STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-AUX_STATS = ("aux/aux_value_loss", "aux/kl_loss", "aux/value_loss")
+AUX_STATS = ("aux/aux_value_loss", "aux/kl_loss", "aux/real_value_loss")
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
@@ -455,15 +456,14 @@ def main(args: Args) -> None:
         local_num_envs, spaces = here.stop - here.start, (gym.spaces.Discrete, gym.spaces.Box)
         threads = args.num_threads or world.cores
         envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, threads, args.life_loss)
-        stack.enter_context(closing(envs))
+        stack.callback(close, envs)
         if args.norm_obs and len(envs.single_observation_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
         episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
         if args.eval_every and episodes_here:
             eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization, threads)
-            stack.enter_context(closing(eval_envs))
-        script = os.path.splitext(os.path.basename(__file__))[0]
-        logger = stack.enter_context(Logger(args, script, COLUMNS, world))
+            stack.callback(close, eval_envs)
+        logger = stack.enter_context(Logger(args, __file__, COLUMNS, world))
         large = is_large(envs.single_observation_space, channels_first=atari)
         torch.set_num_threads(threads if large or args.num_threads else 1)
         with world.process_group(args.timeout):
@@ -480,8 +480,7 @@ def train(
 ) -> None:
     """The training loop, inside the process group; leaving it drops the DDP modules."""
     device = world.device
-    here = world.here(args.num_envs)
-    local_num_envs = here.stop - here.start
+    here, local_num_envs = world.here(args.num_envs), envs.num_envs
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
@@ -494,9 +493,8 @@ def train(
     parameters = list(agent.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     loss_fn = PPOLoss(agent, args)
-    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(
-        device
-    )  # last: draws after PPO's networks
+    # last: draws after PPO's networks
+    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(device)
     aux_parameters = [*parameters, *aux_critic.parameters()]
     aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
     aux_loss_fn = AuxLoss(agent, aux_critic, args)
@@ -594,12 +592,7 @@ def train(
         next_value, final_values = np.split(last_values, [local_num_envs])
         next_values = values_after_steps(values, next_value, terminations, truncated, final_values)
         advantages = compute_gae(
-            learning_rewards.astype(np_dtype),
-            values,
-            next_values,
-            dones.astype(np_dtype),
-            args.gamma,
-            args.gae_lambda,
+            learning_rewards.astype(np_dtype), values, next_values, dones.astype(np_dtype), args.gamma, args.gae_lambda
         )
         b_advantages = torch.from_numpy(advantages.ravel()).to(device)
         b_returns = b_advantages + b_values
@@ -610,12 +603,10 @@ def train(
             generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, here
         ).to(device)
         if args.norm_adv == "batch":
-            b_advantages = normalize_advantages(b_advantages[None], world)[0]  # collective
+            b_advantages = normalize_advantages(b_advantages, world)  # collective
         mb_advantages = b_advantages[places]
         if args.norm_adv == "minibatch":
-            mb_advantages = normalize_advantages(mb_advantages.flatten(0, 1), world).view_as(
-                mb_advantages
-            )  # collective
+            mb_advantages = normalize_advantages(mb_advantages, world)  # collective
         stats = []
         for epoch in range(args.update_epochs):
             batch = (b_obs, b_actions, b_logprobs, b_returns, b_values)
@@ -693,8 +684,10 @@ def train(
         row |= {"losses/epochs": epoch + 1, "time/wall": wall, "time/SPS": global_step / wall}
         row |= {name: total[name] for name in times}
         logger.log(row)
-        if not all(math.isfinite(total[name]) for name in STATS):
-            raise FloatingPointError(f"step {global_step}: a loss is not finite; try a lower --learning-rate.")
+        if not all(math.isfinite(total[name]) for name in (*STATS, *AUX_STATS)):
+            raise Diverged(
+                f"step {global_step}: a loss is not finite; try lower --learning-rate and --aux-learning-rate."
+            )
 
         # what happens at multiples of a period
         before = global_step - batch_size
@@ -714,25 +707,19 @@ def train(
         if args.eval_every and (crossed(args.eval_every, before, global_step) or iteration == num_iterations):
             eval_start = time.perf_counter()
             eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            if world.stop:
+                break
             row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
             row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
-            logger.log(
-                row | {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
-            )
-            if world.stop or (args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return):
+            row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
+            logger.log(row)
+            if args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return:
                 break
 
     if args.save_model:
         moments = {"obs_moments": obs_moments.state_dict(), "return_moments": return_moments.state_dict()}
-        logger.save(
-            {
-                "agent": agent.state_dict(),
-                "aux_critic": aux_critic.state_dict(),
-                "args": asdict(args),
-                "global_step": global_step,
-            }
-            | moments
-        )
+        networks = {"agent": agent.state_dict(), "aux_critic": aux_critic.state_dict()}
+        logger.save(networks | {"args": asdict(args), "global_step": global_step} | moments)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,9 @@ Differences from the reference (CleanRL's sac_continuous_action.py; by flag prio
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -38,8 +37,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.arguments import BadInput, crossed, flag, require, require_divisible
-from common.distributed import World, launch
-from common.environments import TRAINING, EpisodeStatistics, environment_seeds, make_envs, reset
+from common.distributed import Diverged, World, launch
+from common.environments import TRAINING, EpisodeStatistics, close, environment_seeds, make_envs, reset
 from common.evaluation import evaluate, evaluation_here
 from common.logger import Logger
 from common.replay import ReplayBuffer
@@ -292,7 +291,7 @@ BOUNDARY = 500  # transitions (all ranks) after which a stop request is heard, h
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *(f"losses/{name}" for name in (*CRITIC_STATS, *ACTOR_STATS, "alpha")),
+    *(f"losses/{name}" for name in ("qf_loss", *CRITIC_STATS, *ACTOR_STATS, "alpha")),
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
 )
 
@@ -305,7 +304,7 @@ def main(args: Args) -> None:
         here = world.here(args.num_envs)
         local_num_envs, spaces = here.stop - here.start, (gym.spaces.Box,)
         envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization)
-        stack.enter_context(closing(envs))
+        stack.callback(close, envs)
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if len(obs_space.shape) != 1:
             raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
@@ -314,7 +313,7 @@ def main(args: Args) -> None:
         episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
         if args.eval_every and episodes_here:
             eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization)
-            stack.enter_context(closing(eval_envs))
+            stack.callback(close, eval_envs)
         rb = ReplayBuffer(
             args.buffer_size,
             args.num_envs,
@@ -325,8 +324,7 @@ def main(args: Args) -> None:
             gamma=args.gamma,
             alpha=args.per_alpha if args.prioritized else 0.0,
         )
-        script = os.path.splitext(os.path.basename(__file__))[0]
-        logger = stack.enter_context(Logger(args, script, COLUMNS, world))
+        logger = stack.enter_context(Logger(args, __file__, COLUMNS, world))
         torch.set_num_threads(args.num_threads or 1)
         with world.process_group(args.timeout):
             train(args, world, envs, eval_envs, rb, logger)
@@ -342,8 +340,7 @@ def train(
 ) -> None:
     """The training loop, inside the process group; leaving it drops the DDP modules."""
     device = world.device
-    here = world.here(args.num_envs)
-    local_num_envs = here.stop - here.start
+    here, local_num_envs = world.here(args.num_envs), envs.num_envs
     num_vector_steps = args.total_timesteps // args.num_envs
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     d = math.prod(action_space.shape)
@@ -454,13 +451,15 @@ def train(
                 row["charts/episodic_length"] = total["length"] / total["episodes"]
             for names, stats in ((CRITIC_STATS, critic_stats), (ACTOR_STATS, actor_stats)):
                 row |= {f"losses/{name}": total[name] for name in names if stats}
+            if critic_stats:
+                row["losses/qf_loss"] = (total["qf1_loss"] + total["qf2_loss"]) / 2
             if not args.autotune:
                 row.pop("losses/alpha_loss", None)
             row["losses/alpha"] = log_alpha.exp().item()
             row |= {"time/wall": wall, "time/SPS": global_step / wall} | {name: total[name] for name in times}
             logger.log(row)
             if not math.isfinite(sum(total[name] for name in (*CRITIC_STATS, *ACTOR_STATS))):
-                raise FloatingPointError(f"step {global_step}: a loss is not finite; try lower --q-lr and --policy-lr.")
+                raise Diverged(f"step {global_step}: a loss is not finite; try lower --q-lr and --policy-lr.")
             critic_stats, actor_stats, update_time, row_start = [], [], 0.0, time.perf_counter()
             if world.stop:
                 break
@@ -480,12 +479,14 @@ def train(
         if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
             eval_start = time.perf_counter()
             eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            if world.stop:
+                break
             row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
             row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
             row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
             logger.log(row)
             row_start = time.perf_counter() - (eval_start - row_start)  # evaluation is not rollout
-            if world.stop or (args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return):
+            if args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return:
                 break
 
     if args.save_model:

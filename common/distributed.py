@@ -40,6 +40,10 @@ class Desync(RuntimeError):
     """The ranks hold different numbers where they must be bit-identical."""
 
 
+class Diverged(RuntimeError):
+    """A number that all ranks share is not finite."""
+
+
 class World:
     """The ranks of this run, read from the launcher's variables (a world of one without them); starts nothing.
 
@@ -85,7 +89,7 @@ class World:
             self._init_process_group(timeout)
             yield
         except BaseException as error:
-            if not isinstance(error, BadInput | Desync) and not peer_ended(error):
+            if not isinstance(error, BadInput | Desync | Diverged) and not peer_ended(error):
                 get_error_handler().record_exception(error)  # first failing rank first, for torchrun's report
             traceback.clear_frames(error.__traceback__)  # they hold the DDP modules
             raise
@@ -182,9 +186,9 @@ class World:
         }
         table: list[dict[str, bytes]] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(table, digests)  # collective
-        for name in table[0]:
-            for rank in range(1, self.world_size):
-                if table[rank].get(name) != table[0][name]:
+        for rank, others in enumerate(table):
+            for name in table[0] | others:
+                if others.get(name) != table[0].get(name):
                     raise Desync(f"step {step}: {name} on rank {rank} differs from rank 0's.")
 
 
@@ -237,7 +241,7 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
         gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
         main(args)
         return
-    except (BadInput, Desync) as error:  # raised alike by all ranks: one of them says it
+    except (BadInput, Desync, Diverged) as error:  # raised alike by all ranks: one of them says it
         code, agreed = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import sys
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from common.arguments import BadInput
 
@@ -72,11 +72,11 @@ def make_envs(
             envs = gym.make_vec(
                 env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=wrappers
             )
-    except ModuleNotFoundError as error:
-        package = {"ale_py": "ale-py", "minatar": "minatar"}.get(error.name or "", error.name)
-        raise BadInput(f"--env-id {env_id}: needs a package that is missing: pip install {package}") from error
     except (gym.error.Error, ImportError) as error:
-        raise BadInput(f"--env-id {env_id}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
+            reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
+        raise BadInput(f"--env-id {env_id}: {reason}") from error
     assert envs.metadata["autoreset_mode"] == same_step
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     fault = None
@@ -101,6 +101,17 @@ def alone(env: gym.Env) -> gym.Env:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     return env
+
+
+def close(envs: VectorEnv) -> None:
+    """Close `envs`; asynchronous ones of which a worker died would wait for its answer, and are killed instead."""
+    workers = envs.processes if isinstance(envs, AsyncVectorEnv) else []
+    if all(worker.is_alive() for worker in workers):
+        envs.close(**({"timeout": 5} if workers else {}))
+    else:
+        for worker in workers:
+            worker.kill()
+        envs.closed = True
 
 
 class Unstick(gym.Wrapper):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,17 +28,18 @@ from common.distributed import World
 class Logger:
     """Writes `config.json` and `metrics.csv`, prints progress, and sends the same rows to wandb if `args.track`.
 
-    `columns`: the header of metrics.csv after `global_step`. Raises `BadInput` for a directory that holds a run or
-    cannot be written (--run-dir), and where wandb is missing or not logged in (--track).
+    `file`: the script; `columns`: the header of metrics.csv after `global_step`. Raises `BadInput` for a directory
+    that holds a run or cannot be written (--run-dir), and where wandb is missing or not logged in (--track).
     """
 
-    def __init__(self, args: Any, script: str, columns: tuple[str, ...], world: World) -> None:
+    def __init__(self, args: Any, file: str, columns: tuple[str, ...], world: World) -> None:
         self.enabled = world.rank == 0
         if not self.enabled:
             return
         self.columns = ("global_step", *columns)
         self.total, self.start, self.last_line = args.total_timesteps, time.perf_counter(), 0.0
         self.latest: dict[str, float] = {}
+        script = Path(file).stem
         env_id = args.env_id.replace("/", "-").replace(":", "-")
         default = f"runs/{env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.dir = Path(args.run_dir or default)
@@ -155,10 +158,14 @@ def environment_record(world: World) -> dict[str, Any]:
         models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
         cpu = models[0] if models else cpu
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    versions["gymnasium"] = gymnasium.__version__
+    for simulator in ("ale-py", "box2d", "minatar", "mujoco"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[simulator] = metadata.version(simulator)
     return {
         "world_size": world.world_size,
         "command": shlex.join(sys.argv),
-        "versions": versions | {"gymnasium": gymnasium.__version__},
+        "versions": versions,
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu,
         "commit": commit,
     }

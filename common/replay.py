@@ -81,7 +81,8 @@ class ReplayBuffer:
         needed, free = self.nbytes * world.local_world_size / 1e9, free_memory() / 1e9
         if needed > free:
             fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
-            raise BadInput(f"--buffer-size {buffer_size}: {fault}; at most {int(buffer_size * free / needed)} fit.")
+            most = int(self.capacity * free / needed) * num_envs
+            raise BadInput(f"--buffer-size {buffer_size}: {fault}; at most {most} fit.")
         for name, (shape, dtype) in shapes.items():
             setattr(self, name, np.zeros(shape, dtype))
         self.final_obs = np.zeros((16, *obs_space.shape), obs_space.dtype)  # grows

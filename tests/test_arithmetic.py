@@ -7,12 +7,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 import ppg_ddp
 import ppo_ddp
-from common.distributed import World
+from common import evaluation
+from common.distributed import Desync, World
 from common.environments import EVALUATION, TRAINING, EpisodeStatistics, environment_seeds, make_envs, reset
 from common.evaluation import evaluate
 from common.normalization import RunningMoments, discounted_returns
@@ -196,12 +198,76 @@ def test_streams_of_seeds_do_not_overlap():
     assert len(set(seeds)) == len(seeds) == 2000 and 0 <= min(seeds) and max(seeds) < 2**31
 
 
+def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
+    """Evaluation stops after MAX_STEPS: an unfinished episode's return so far, a finished one's whole return.
+
+    It meets the other ranks every 100 steps, is done once no rank plays, and ends sooner when asked to stop.
+    """
+    monkeypatch.setattr(evaluation, "MAX_STEPS", 150)
+    met = []
+
+    def gather(values):
+        met.append(np.size(values))
+        return np.asarray(values, dtype=float).reshape(1, -1)
+
+    world = SimpleNamespace(rank=0, world_size=1, gather=gather, stop=0)
+    envs = make_envs("CartPole-v1", 20, (gym.spaces.Discrete,))
+    returns, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 1, 20, world)
+    envs.close()
+    assert returns.tolist() == lengths.tolist() == [150.0] * 20  # this policy balances for 170 steps and more
+    assert met == [1, 40]
+    envs = make_envs("CartPole-v1", 20, (gym.spaces.Discrete,))
+    returns, _ = evaluate(lambda obs: np.zeros(20, int), envs, 1, 20, world)
+    assert max(returns) < 15
+    world.stop = 15
+    _, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 1, 20, world)
+    assert lengths.tolist() == [100.0] * 20
+    world.stop, world.rank, world.world_size = 0, 20, 21  # a rank without episodes meets the others as often
+    met.clear()
+    world.gather = lambda values: met.append(np.size(values)) or np.ones((21, np.size(values)))
+    evaluate(None, None, 1, 20, world)
+    assert met == [1, 2]
+    envs.close()
+
+
+@pytest.mark.parametrize("change", ["weight", "moment", "generator", "missing", "extra"])
+def test_every_kind_of_state_is_compared(change, monkeypatch):
+    """`check_equal` names what differs on rank 1, be it of a network, an optimiser, a generator, or there alone."""
+
+    def state(changed: str = "") -> dict:
+        torch.manual_seed(0)
+        network, generator = nn.Linear(2, 1), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.Adam(network.parameters())
+        network(torch.ones(2)).sum().backward()
+        optimizer.step()
+        if changed == "weight":
+            network.weight.data[0, 1] += 1e-7
+        if changed == "moment":
+            optimizer.state[network.bias]["exp_avg"] += 1e-7
+        if changed == "generator":
+            torch.rand(1, generator=generator)
+        if changed == "missing":
+            del optimizer.state[network.bias]
+        other = {"other": 1.0} if changed == "extra" else {}
+        return {"network": network, "optimizer": optimizer, "generator": generator} | other
+
+    world, tables = World(), []
+    world.world_size = 2
+    monkeypatch.setattr(dist, "all_gather_object", lambda table, mine: tables.append(mine))
+    world.check_equal(0, **state(change))
+    monkeypatch.setattr(dist, "all_gather_object", lambda table, mine: table.__setitem__(slice(2), [mine, tables[0]]))
+    named = {"weight": "network.weight", "moment": "optimizer.state.1.exp_avg", "generator": "generator"}
+    named |= {"missing": "optimizer.state.1.step", "extra": "other"}
+    with pytest.raises(Desync, match=f"step 7: {named[change]} on rank 1"):
+        world.check_equal(7, **state())
+
+
 def test_minatar_evaluations_repeat_at_any_world_size():
     """A fixed policy, evaluated three times on one rank and on two: the same episodes, whatever was played before."""
 
     class Rank(World):
         def __init__(self, rank, world_size):
-            self.rank, self.world_size = rank, world_size
+            self.rank, self.world_size, self.stop = rank, world_size, 0
 
         def gather(self, values):
             return np.asarray(values).reshape(1, -1).repeat(self.world_size, 0)

@@ -30,6 +30,18 @@ def test_a_value_that_cannot_work_is_refused_by_its_flag(script, field, value):
         script.Args(**{field: value})
 
 
+@pytest.mark.parametrize("script", [ppo_ddp, ppg_ddp])
+def test_advantages_of_one_sample_are_not_normalised(script):
+    """Less its own mean each would be zero, and nothing would move the policy."""
+    small = {"num_envs": 1, "num_steps": 16, "num_minibatches": 16, "total_timesteps": 1000}
+    with pytest.raises(BadInput, match="--norm-adv minibatch: must be none, or over at least 2 samples"):
+        script.Args(**small, norm_adv="minibatch")
+    with pytest.raises(BadInput, match="--norm-adv batch"):
+        script.Args(**small | {"num_steps": 1, "num_minibatches": 1}, norm_adv="batch")
+    for settings in ({"norm_adv": "none"}, {"norm_adv": "batch"}, {"num_minibatches": 8}):
+        script.Args(**small | settings)
+
+
 def test_ppg_refuses_a_run_without_an_auxiliary_phase():
     with pytest.raises(BadInput, match=r"--total-timesteps 8191.*8192"):
         ppg_ddp.Args(total_timesteps=8191)
@@ -60,7 +72,7 @@ def test_periods_happen_at_or_past_each_multiple():
     [
         ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0"),
         ("--env-id CartPole-v7", "--env-id CartPole-v7"),
-        ("--env-id nomodule:Env-v0", "--env-id nomodule:Env-v0"),
+        ("--env-id nomodule:Env-v0", "--env-id nomodule:Env-v0: No module named 'nomodule'"),
         ("--env-id .envs:Env-v0", "--env-id .envs:Env-v0: must be an id"),
         ("--env-id :CartPole-v1", "--env-id :CartPole-v1: must be an id"),
         ("--env-id tests.envs:TinyImage-v0", "smaller than 3 x 3"),
@@ -110,7 +122,6 @@ def test_an_occupied_or_unwritable_directory_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "flags, message, env",
     [
-        ("--num-envs 5", "--num-envs 5: must be a multiple of the number of processes (2), such as 4 or 6.", {}),
         ("--num-steps 10", "--num-steps 10: must be a multiple of --num-minibatches (4)", {}),
         ("--no-such-flag 1", "--no-such-flag", {}),
         ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0", {}),
@@ -121,7 +132,17 @@ def test_an_occupied_or_unwritable_directory_is_refused(tmp_path):
 def test_two_ranks_say_it_once(flags, message, env, tmp_path):
     """Under torchrun the message appears exactly once, from rank 0, with no traceback of ours, and nothing is left."""
     home = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path / "wandb-config")}
-    run = finish(start("ppo_ddp.py", 2, flags, cwd=tmp_path, **env, **home), tmp_path, timeout=60)
+    refused_once("ppo_ddp.py", flags, message, tmp_path, **env, **home)
+
+
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])
+def test_environments_that_do_not_divide_are_refused(script, tmp_path):
+    message = "--num-envs 5: must be a multiple of the number of processes (2), such as 4 or 6."
+    refused_once(script, "--num-envs 5", message, tmp_path)
+
+
+def refused_once(script, flags, message, tmp_path, **env):
+    run = finish(start(script, 2, flags, cwd=tmp_path, **env), tmp_path, timeout=60)
     said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run.err + run.out).split())
     assert run.code == 1
     assert said.count(message) == 1, run.err + run.out

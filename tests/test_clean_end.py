@@ -91,6 +91,22 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     assert "in faulty_gather" in run.err and "in train" in run.err
 
 
+@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", SHORT), ("sac_ddp.py", f"{SHORT_REPLAY} --q-lr 1e38")])
+def test_divergence_is_said_once(script, flags, tmp_path):
+    flags = f"{flags} {'' if script == 'sac_ddp.py' else '--learning-rate 1e38'} --run-dir {tmp_path / 'run'}"
+    run = finish(start(script, 2, flags, True, LOCKSTEP_DTYPE="float32"), tmp_path, timeout=60)
+    assert run.code == 1 and run.err.count("a loss is not finite; try ") == 1, run.err
+
+
+def test_a_worker_that_dies_ends_the_run(tmp_path):
+    """One process, asynchronous environments, of which one is killed: a traceback and code 1, and nothing waits."""
+    process, family = begin("ppo_ddp.py", 1, f"{LONG} --vectorization async", tmp_path)
+    min(psutil.Process(process.pid).children(), key=lambda child: child.pid).kill()  # the first environment's
+    run = ended(process, family, tmp_path)
+    assert run.code == 1 and ("EOFError" in run.err or "BrokenPipeError" in run.err or "Reset" in run.err), run.err
+    assert "in close" not in run.err, run.err
+
+
 def test_an_exception_in_one_process_gives_code_1(tmp_path):
     process, family = begin("ppo_ddp.py", 1, LONG, tmp_path, LOCKSTEP_FAULT="raise@0@40")
     run = ended(process, family, tmp_path)

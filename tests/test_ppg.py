@@ -98,6 +98,22 @@ def test_the_gradient_of_an_auxiliary_minibatch_by_hand():
         torch.set_default_dtype(torch.float32)
 
 
+def test_both_phases_share_one_schedule(monkeypatch, tmp_path):
+    """Each optimiser's rate falls linearly over the whole run, and never starts again."""
+    rates, step = {}, torch.optim.Adam.step
+
+    def noted(self, *args, **kwargs):
+        rates.setdefault(len(self.param_groups[0]["params"]), []).append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    settings = {"total_timesteps": 12 * 128, "learning_rate": 1e-3, "aux_learning_rate": 2e-3}
+    ppg_ddp.main(ppg_ddp.Args(**SMALL | settings, run_dir=str(tmp_path / "run")))
+    policy, aux = (rates[number] for number in sorted(rates))  # the auxiliary one moves the head besides
+    np.testing.assert_allclose(policy, np.repeat(1e-3 * (1 - np.arange(12) / 12), 4))
+    np.testing.assert_allclose(aux, np.repeat(2e-3 * (1 - np.array([3, 7, 11]) / 12), 16))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_auxiliary_phases_it_is_ppo(world_size, tmp_path):
     """`--aux-epochs 0` with PPO's flags: metrics and parameters bit for bit, on CartPole."""

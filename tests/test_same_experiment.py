@@ -39,15 +39,40 @@ def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, 
         assert_close(alone, run(script, size, flags, tmp_path / str(size)))
 
 
-def test_float32_agrees_over_the_first_updates(tmp_path):
-    """C1 in float32: within 1e-3 over five iterations of 12 minibatches."""
-    flags = f"{SIZES} --total-timesteps {5 * 12 * 16} --eval-every 0"
-    one, two = (run("ppo_ddp.py", size, flags, tmp_path / str(size), dtype="float32") for size in (1, 2))
+FIVE = f"{SIZES} --total-timesteps {5 * 12 * 16} --eval-every 0"
+TEN = f"{SIZES} --total-timesteps {10 * 12 * 16} --eval-every 1000"
+REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-every 100 --eval-every 300 --save-model"
+REPLAY += " --train-frequency 4"
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_ddp.py", FIVE),
+        ("ppg_ddp.py", f"{FIVE} {PHASES} --n-pi 5"),
+        ("dqn_ddp.py", f"{REPLAY} --env-id tests.envs:NoisyCartPole-v0"),
+        ("sac_ddp.py", f"{REPLAY} --env-id tests.envs:NoisyPendulum-v0"),
+    ],
+)
+def test_float32_agrees_over_the_first_updates(script, flags, tmp_path):
+    """C1 in float32: within 1e-3 over five iterations of 12 minibatches, or 100 gradient steps."""
+    one, two = (run(script, size, flags, tmp_path / str(size), dtype="float32") for size in (1, 2))
     assert_close(one, two, relative=1e-3, absolute=1e-5)
 
 
-TEN = f"{SIZES} --total-timesteps {10 * 12 * 16} --eval-every 1000"
-REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-every 100 --eval-every 300 --save-model"
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_ddp.py", f"{FIVE} --env-id Hopper-v5 --norm-obs"),
+        ("sac_ddp.py", f"{REPLAY} --env-id Hopper-v5"),
+        ("ppo_ddp.py", f"{FIVE} --env-id MinAtar/Breakout-v1"),
+        ("dqn_ddp.py", f"{REPLAY} --env-id MinAtar/Breakout-v1"),
+    ],
+)
+def test_simulators_and_images_agree_over_ranks(script, flags, tmp_path):
+    """C1 in float64 on MuJoCo, whose actions are cast before it sees them, and on images: 1e-9."""
+    one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
+    assert_close(one, two)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +80,8 @@ REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-ever
     [
         ("ppo_ddp.py", TEN),
         ("ppg_ddp.py", f"{TEN} {PHASES} --n-pi 4"),
-        ("dqn_ddp.py", f"{REPLAY} --train-frequency 4 --prioritized"),
-        ("sac_ddp.py", f"{REPLAY} --train-frequency 4 --prioritized"),
+        ("dqn_ddp.py", f"{REPLAY} --prioritized"),
+        ("sac_ddp.py", f"{REPLAY} --prioritized"),
     ],
 )
 def test_the_same_command_gives_the_same_bytes(script, flags, tmp_path):
@@ -67,13 +92,17 @@ def test_the_same_command_gives_the_same_bytes(script, flags, tmp_path):
     assert all(x.equal(tensors_b[name]) for name, x in flat(a.model))
 
 
-def test_environments_are_divided(tmp_path):
+@pytest.mark.parametrize(
+    "script, flags, sizes",
+    [("ppo_ddp.py", SIZES, (2, 4)), ("dqn_ddp.py", "--num-envs 12 --buffer-size 1200 --learning-starts 200", (2,))],
+)
+def test_environments_are_divided(script, flags, sizes, tmp_path):
     """Each environment, known by its seed, is stepped on exactly one rank, in that rank's block."""
-    for size in (2, 4):
+    flags += " --env-id tests.envs:ShortCartPole-v0 --total-timesteps 576 --eval-every 500 --eval-episodes 5"
+    for size in sizes:
         notes = tmp_path / f"notes{size}"
         notes.mkdir()
-        flags = f"--env-id tests.envs:ShortCartPole-v0 {SIZES} --total-timesteps 576 --eval-every 500 --eval-episodes 5"
-        run("ppo_ddp.py", size, flags, tmp_path / str(size), LOCKSTEP_NOTES=str(notes))
+        run(script, size, flags, tmp_path / str(size), LOCKSTEP_NOTES=str(notes))
         lines = [tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)]
         training = {int(s): i for i, s in enumerate(environment_seeds(1, TRAINING, range(12)))}
         evaluation = {int(s): e for e, s in enumerate(environment_seeds(1, EVALUATION, range(5)))}
