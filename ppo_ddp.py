@@ -75,7 +75,7 @@ class Args:
     check_sync_every: int = 100_000
     """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
     timeout: float = 600.0
-    """seconds without a boundary (iteration, 100 steps of an evaluation), after which ranks print stacks and end"""
+    """seconds without a boundary (iteration, 100 steps of an evaluation); then ranks print stacks and end"""
 
     # environment
     env_id: str = "CartPole-v1"
