@@ -120,7 +120,8 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], path: Pa
     for (script, world_size), curve in sorted(curves.items()):
         style = {"color": COLOURS[script], "linestyle": DASHES[world_size], "linewidth": 1.5}
         middle, (low, high) = interquartile_mean(curve.returns, 0), interval([curve.returns])
-        label = f"{script}, {world_size} process{'es' if world_size > 1 else ''} ({len(curve.returns)} seeds)"
+        seeds = len(curve.returns)
+        label = f"{script}, {world_size} process{'es' * (world_size > 1)} ({seeds} seed{'s' * (seeds > 1)})"
         for axis, x in ((left, curve.steps / 1000), (right, curve.minutes.mean(0))):
             axis.plot(x, middle, label=label, **style)
             axis.fill_between(x, low, high, color=COLOURS[script], alpha=0.15, linewidth=0)

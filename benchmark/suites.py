@@ -97,7 +97,7 @@ SCALES = {
     "Acrobot-v1": (-500, -80),
     "LunarLander-v3": (-180, 250),
     "Pendulum-v1": (-1230, -150),
-    "MinAtar/Breakout-v1": (0.4, 20),
+    "MinAtar/Breakout-v1": (0.4, 30),
     "MinAtar/SpaceInvaders-v1": (3, 100),
     "HalfCheetah-v5": (-280, 9635),
     "Hopper-v5": (20, 2310),
