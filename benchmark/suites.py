@@ -100,7 +100,7 @@ SCALES = {
     "MinAtar/Breakout-v1": (0.4, 30),
     "MinAtar/SpaceInvaders-v1": (3, 100),
     "HalfCheetah-v5": (-280, 9635),
-    "Hopper-v5": (20, 2310),
+    "Hopper-v5": (20, 3300),
     "Walker2d-v5": (2, 3591),
     "ALE/Pong-v5": (-20.7, 20.4),
     "ALE/Breakout-v5": (1.7, 415),
