@@ -70,7 +70,7 @@ def test_float32_agrees_over_the_first_updates(script, flags, tmp_path):
     ],
 )
 def test_simulators_and_images_agree_over_ranks(script, flags, tmp_path):
-    """C1 in float64 on MuJoCo, whose actions are cast before it sees them, and on images: 1e-9."""
+    """C1 in float64 on MuJoCo and on images: 1e-9."""
     one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
     assert_close(one, two)
 
