@@ -95,6 +95,24 @@ class Dots(gym.Env):
         return self.draw(), reward, False, self.time == 20, {}
 
 
+class Strict(gym.Env):
+    """Refuses actions that are not of its space: 2 x 2 float32, with bounds that are not symmetric. 10 steps long."""
+
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gym.spaces.Box(np.float32([[-0.5, 1], [0, -3]]), np.float32([[0.1, 1.5], [2, -2]]))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
+
+    def step(self, action):
+        if not self.action_space.contains(action):
+            raise ValueError(f"{action} of {action.dtype} and shape {action.shape} is not in {self.action_space}")
+        self.time += 1
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32), float(action.sum()), False, self.time == 10, {}
+
+
 vector = gym.spaces.Box(-1, 1, (3,), np.float32)
 choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
@@ -103,6 +121,7 @@ gym.register("NoisyPendulum-v0", NoisyPendulum, max_episode_steps=10)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
+gym.register("Strict-v0", Strict)
 for name, spaces in {
     "DiscreteObs": (choice, choice),
     "DictObs": (gym.spaces.Dict(x=vector), choice),

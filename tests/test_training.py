@@ -76,6 +76,16 @@ def test_shifted_actions(tmp_path):
     assert a.rows == b.rows
 
 
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "sac_ddp.py"])
+def test_continuous_actions_are_of_their_space(script, tmp_path):
+    """Networks in float64, actions in the space's float32, its shape and bounds; in training and in evaluation."""
+    flags = f"{SMALL} --aux-epochs 0" if script == "ppg_ddp.py" else SMALL
+    if script == "sac_ddp.py":
+        flags = "--learning-starts 50 --batch-size 8 --total-timesteps 200 --eval-every 100 --eval-episodes 4"
+    result = run(script, 1, f"{flags} --env-id tests.envs:Strict-v0", tmp_path / "run")
+    assert len(result.column("eval/episodic_return")) == 2
+
+
 def test_atari_runs_on_two_ranks(tmp_path):
     """Native Pong, images channels-first: steps are exact, and the parameters are not those of the start."""
     flags = "--env-id ALE/Pong-v5 --num-envs 4 --num-steps 8 --num-minibatches 2 --total-timesteps 64 --eval-every 0"
