@@ -283,10 +283,11 @@ def compute_td_target(
 
 NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 BOUNDARY = 500  # transitions (all ranks) after which a stop request is heard, however seldom rows are written
+STATS = ("td_loss", "q_values")
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate", "charts/epsilon"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *("losses/td_loss", "losses/q_values"),
+    *(f"losses/{name}" for name in STATS),
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
 )
 
@@ -351,7 +352,8 @@ def train(
     target_network.load_state_dict(q_network.state_dict())
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
-    loss_fn = TDLoss(q_network, args.loss == "huber", world.world_size / args.batch_size)
+    scale = world.world_size / args.batch_size
+    loss_fn = TDLoss(q_network, args.loss == "huber", scale)
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
@@ -365,7 +367,9 @@ def train(
     rb.start(obs)
     statistics = EpisodeStatistics(local_num_envs)
     numpy_greedy = None if q_network.trunk.image else q_network.numpy_greedy()
-    stats, update_time, start_time = [], 0.0, time.perf_counter()
+    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
+    stats = torch.zeros(len(STATS), dtype=torch.float64, device=device)
+    num_updates, update_time, start_time = 0, 0.0, time.perf_counter()
     row_start = start_time
 
     for vector_step in range(1, num_vector_steps + 1):
@@ -403,7 +407,8 @@ def train(
                 optimizer.step()
                 if args.prioritized:
                     rb.update_priorities(data.indices, td_errors)
-                stats.append((loss.detach(), old_val))
+                stats += torch.stack([loss.detach(), scale * old_val.sum()])
+                num_updates += 1
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
@@ -417,9 +422,7 @@ def train(
         # metrics: sums and counts of all ranks, divided once
         last = vector_step == num_vector_steps or world.stop
         if crossed(args.log_every, before, global_step) or last:
-            losses, values = zip(*stats, strict=True) if stats else ([torch.zeros(1)],) * 2
-            td_loss, q_values = torch.stack(losses).double().sum() / world.world_size, torch.cat(values).double().sum()
-            sums = statistics.pop() | {"td_loss": td_loss.item(), "q_values": q_values.item() / args.batch_size}
+            sums = statistics.pop() | dict(zip(STATS, stats.tolist(), strict=True))
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
             total = world.reduce(sums, maxima=times)  # collective
             wall = time.perf_counter() - start_time
@@ -428,13 +431,14 @@ def train(
             if total["episodes"]:
                 row["charts/episodic_return"] = total["return"] / total["episodes"]
                 row["charts/episodic_length"] = total["length"] / total["episodes"]
-            if stats:
-                row |= {f"losses/{name}": total[name] / len(stats) for name in ("td_loss", "q_values")}
+            if num_updates:
+                row |= {f"losses/{name}": total[name] / num_updates / world.world_size for name in STATS}
             row |= {"time/wall": wall, "time/SPS": global_step / wall} | {name: total[name] for name in times}
             logger.log(row)
             if not math.isfinite(total["td_loss"]):
                 raise Diverged(f"step {global_step}: a loss is not finite; try a lower --learning-rate.")
-            stats, update_time, row_start = [], 0.0, time.perf_counter()
+            stats.zero_()
+            num_updates, update_time, row_start = 0, 0.0, time.perf_counter()
             if world.stop:
                 break
 

@@ -379,7 +379,10 @@ def train(
     rb.start(obs)
     statistics = EpisodeStatistics(local_num_envs)
     numpy_policy = actor.numpy_policy()
-    critic_stats, actor_stats, update_time, start_time = [], [], 0.0, time.perf_counter()
+    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
+    critic_stats = torch.zeros(len(CRITIC_STATS), dtype=torch.float64, device=device)
+    actor_stats = torch.zeros(len(ACTOR_STATS), dtype=torch.float64, device=device)
+    critic_updates, actor_updates, update_time, start_time = 0, 0, 0.0, time.perf_counter()
     row_start = start_time
 
     for vector_step in range(1, num_vector_steps + 1):
@@ -413,7 +416,8 @@ def train(
                 q_optimizer.step()
                 if args.prioritized:
                     rb.update_priorities(data.indices, td_errors)
-                critic_stats.append(torch.cat([qf_losses, scale * qf.sum(1)]))
+                critic_stats += torch.cat([qf_losses, scale * qf.sum(1)])
+                critic_updates += 1
 
                 if k % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # makes up for the delay
@@ -422,7 +426,8 @@ def train(
                         actor_optimizer.zero_grad(set_to_none=True)
                         loss.backward()  # collective
                         actor_optimizer.step()
-                        actor_stats.append(torch.stack(parts))
+                        actor_stats += torch.stack(parts)
+                        actor_updates += 1
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
@@ -436,11 +441,8 @@ def train(
         # metrics: sums and counts of all ranks, divided once
         last = vector_step == num_vector_steps or world.stop
         if crossed(args.log_every, before, global_step) or last:
-            sums = statistics.pop() | dict.fromkeys((*CRITIC_STATS, *ACTOR_STATS), 0.0)
-            for names, stats in ((CRITIC_STATS, critic_stats), (ACTOR_STATS, actor_stats)):
-                if stats:
-                    means = torch.stack(stats).double().mean(0) / world.world_size
-                    sums |= dict(zip(names, means.tolist(), strict=True))
+            sums = statistics.pop() | dict(zip(CRITIC_STATS, critic_stats.tolist(), strict=True))
+            sums |= dict(zip(ACTOR_STATS, actor_stats.tolist(), strict=True))
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
             total = world.reduce(sums, maxima=times)  # collective
             wall = time.perf_counter() - start_time
@@ -449,10 +451,10 @@ def train(
             if total["episodes"]:
                 row["charts/episodic_return"] = total["return"] / total["episodes"]
                 row["charts/episodic_length"] = total["length"] / total["episodes"]
-            for names, stats in ((CRITIC_STATS, critic_stats), (ACTOR_STATS, actor_stats)):
-                row |= {f"losses/{name}": total[name] for name in names if stats}
-            if critic_stats:
-                row["losses/qf_loss"] = (total["qf1_loss"] + total["qf2_loss"]) / 2
+            for names, updates in ((CRITIC_STATS, critic_updates), (ACTOR_STATS, actor_updates)):
+                row |= {f"losses/{name}": total[name] / updates / world.world_size for name in names if updates}
+            if critic_updates:
+                row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2
             if not args.autotune:
                 row.pop("losses/alpha_loss", None)
             row["losses/alpha"] = log_alpha.exp().item()
@@ -460,7 +462,9 @@ def train(
             logger.log(row)
             if not math.isfinite(sum(total[name] for name in (*CRITIC_STATS, *ACTOR_STATS))):
                 raise Diverged(f"step {global_step}: a loss is not finite; try lower --q-lr and --policy-lr.")
-            critic_stats, actor_stats, update_time, row_start = [], [], 0.0, time.perf_counter()
+            critic_stats.zero_()
+            actor_stats.zero_()
+            critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
             if world.stop:
                 break
 

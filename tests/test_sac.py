@@ -1,5 +1,6 @@
 """SAC: its log-probability and targets by hand, the same experiment at every world size, unequal shares of a batch."""
 
+import gc
 import math
 
 import numpy as np
@@ -110,6 +111,26 @@ def test_beta_rises_to_one(module, tmp_path, monkeypatch):
     flags = {"learning_starts": 40, "total_timesteps": 80, "batch_size": 8, "eval_every": 0, "cuda": False}
     module.main(module.Args(**flags, prioritized=True, per_beta=0.4, train_frequency=8, run_dir=str(tmp_path / "run")))
     assert betas == pytest.approx([0.4 + 0.6 * step / 80 for step in (48, 56, 64, 72, 80)])
+
+
+@pytest.mark.parametrize("module", [sac_ddp, dqn_ddp])
+def test_no_tensor_is_kept_from_step_to_step(module, tmp_path, monkeypatch):
+    """Between two rows as many tensors live as before: small ones that stay, one a step, fragment the heap (glibc)."""
+    compute_td_target, counts = module.compute_td_target, []
+
+    def count(*tensors):
+        counts.append(live_tensors() if len(counts) in (10, 39) else None)
+        return compute_td_target(*tensors)
+
+    monkeypatch.setattr(module, "compute_td_target", count)
+    flags = {"learning_starts": 40, "total_timesteps": 80, "batch_size": 8, "eval_every": 0, "cuda": False}
+    module.main(module.Args(**flags, train_frequency=1, log_every=10**6, run_dir=str(tmp_path / "run")))
+    assert len(counts) == 40 and counts[39] == counts[10]
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def test_targets_by_hand():
