@@ -98,7 +98,7 @@ SCALES = {
     "LunarLander-v3": (-180, 250),
     "Pendulum-v1": (-1230, -150),
     "MinAtar/Breakout-v1": (0.4, 30),
-    "MinAtar/SpaceInvaders-v1": (3, 120),
+    "MinAtar/SpaceInvaders-v1": (3, 150),
     "HalfCheetah-v5": (-280, 9635),
     "Hopper-v5": (20, 3300),
     "Walker2d-v5": (2, 3591),
