@@ -101,7 +101,7 @@ SCALES = {
     "MinAtar/SpaceInvaders-v1": (3, 150),
     "HalfCheetah-v5": (-280, 9635),
     "Hopper-v5": (20, 3300),
-    "Walker2d-v5": (2, 3591),
+    "Walker2d-v5": (2, 5000),
     "ALE/Pong-v5": (-20.7, 20.4),
     "ALE/Breakout-v5": (1.7, 415),
     "ALE/BeamRider-v5": (364, 1916),
