@@ -5,8 +5,8 @@
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 dqn_ddp.py --num-envs 8
 
 To use it in a project of your own, copy this file and
-    common/arguments.py common/distributed.py common/environments.py common/evaluation.py common/logger.py
-    common/replay.py
+    common/acting.py common/arguments.py common/distributed.py common/environments.py common/evaluation.py
+    common/logger.py common/replay.py
 
 Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling networks
 arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
@@ -15,6 +15,7 @@ arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
    that DDP's mean over ranks is the mean over the batch.
 3. Truncation bootstraps from the value of the last observation, termination does not.
 4. Logged losses are means over all gradient steps since the last row.
+5. By default 4 environments and a gradient step per 8 transitions, where CleanRL takes 1 and one per 10.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from common.acting import checked, numpy_layers
 from common.arguments import crossed, flag, require, require_divisible
 from common.distributed import Diverged, World, launch
-from common.environments import TRAINING, EpisodeStatistics, close, environment_seeds, is_native_atari, make_envs, reset
+from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, is_native_atari, make_envs
 from common.evaluation import evaluate, evaluation_here
 from common.logger import Logger
 from common.replay import ReplayBuffer
@@ -46,7 +47,7 @@ from common.replay import ReplayBuffer
 class Args:
     # run
     seed: int = 1
-    """seed of everything random, not negative"""
+    """seed of everything random, from 0 to 2**32 - 1"""
     total_timesteps: int = 500_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     run_dir: str | None = None
@@ -64,7 +65,7 @@ class Args:
     eval_every: int = 50_000
     """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
     eval_episodes: int = 20
-    """episodes per evaluation, shared among the ranks"""
+    """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
     stop_at_return: float | None = None
     """end the run once an evaluation reaches this mean return"""
     save_model: bool = False
@@ -116,7 +117,7 @@ class Args:
     double_q: bool = False
     """choose the next action by the online network, value it by the target network"""
     dueling: bool = False
-    """separate streams for the state's value and the actions' advantages"""
+    """separate streams, of a hidden layer each, for the state's value and the actions' advantages"""
     n_step: int = 1
     """steps of reward before the bootstrapped value, fewer where the episode ends"""
     prioritized: bool = False
@@ -135,7 +136,7 @@ class Args:
         require(self.num_threads <= 1024, "--num-threads", self.num_threads, "at most 1024")
         for name in ("learning_rate", "timeout"):
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
-        require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
+        require(self.seed < 2**32, "--seed", self.seed, "below 2**32")
         require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
         for name in ("gamma", "start_e", "end_e", "exploration_fraction", "per_alpha", "per_beta"):
             require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
@@ -164,31 +165,33 @@ def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
 
 
 class Trunk(nn.Module):
-    """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
+    """Observations (B, *shape) in the space's own dtype -> features (B, num_features), for hidden layers of `width`.
 
-    Vector: layers of 120 and 84. Image: by its smaller side, the network of the DQN Nature paper (36 and up) or of the
-    MinAtar paper (arXiv:1903.03176). Only native Atari images are channels-first.
+    Vector: a layer of 120, then a width of 84. Image: by its smaller side, the convolutions of the DQN Nature paper (36
+    and up), then 512, or of the MinAtar paper (arXiv:1903.03176), then 128. Only native Atari images are
+    channels-first.
     """
 
     def __init__(self, space: gym.spaces.Box, channels_first: bool) -> None:
         super().__init__()
         self.image, self.channels_first = len(space.shape) == 3, channels_first
-        self.scale = 255.0 if space.dtype == np.uint8 and self.image else 1.0
+        # pixels of whole numbers are divided by the largest
+        self.scale = max(1.0, float(space.high.max())) if self.image and np.issubdtype(space.dtype, np.integer) else 1.0
         if not self.image:
-            size, self.num_features = space.shape[0], 84
-            hidden = [nn.Linear(size, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()]
+            self.num_features, self.width = 120, 84
+            hidden = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
         else:
             channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
             if is_large(space, channels_first):
-                convolutions, self.num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
+                convolutions, self.width = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
             else:
-                convolutions, self.num_features = [(channels, 16, 3, 1)], 128
+                convolutions, self.width = [(channels, 16, 3, 1)], 128
             hidden = []
             for in_channels, out_channels, kernel, stride in convolutions:
                 hidden += [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU()]
                 height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-            flat = nn.Linear(out_channels * height * width, self.num_features)
-            hidden += [nn.Flatten(), flat, nn.ReLU()]
+            self.num_features = out_channels * height * width
+            hidden += [nn.Flatten()]
         self.layers = nn.Sequential(*hidden).to(memory_format=torch.channels_last)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
@@ -200,37 +203,43 @@ class Trunk(nn.Module):
 
 
 class QNetwork(nn.Module):
-    """Observations (B, *shape) -> values of all actions (B, num_actions)."""
+    """Observations (B, *shape) -> values of all actions (B, num_actions).
+
+    Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9), otherwise one.
+    """
 
     def __init__(self, obs_space: gym.spaces.Box, num_actions: int, channels_first: bool, dueling: bool) -> None:
         super().__init__()
         self.trunk = Trunk(obs_space, channels_first)
-        self.head = nn.Linear(self.trunk.num_features, num_actions)
-        self.value_head = nn.Linear(self.trunk.num_features, 1) if dueling else None
+        self.head = self._stream(num_actions)
+        self.value_head = self._stream(1) if dueling else None
+
+    def _stream(self, size: int) -> nn.Sequential:
+        hidden = nn.Linear(self.trunk.num_features, self.trunk.width)
+        return nn.Sequential(hidden, nn.ReLU(), nn.Linear(self.trunk.width, size))
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         features = self.trunk(obs)
         q = self.head(features)
         return q if self.value_head is None else self.value_head(features) + q - q.mean(-1, keepdim=True)
 
-    def numpy_greedy(self) -> Callable[[np.ndarray], np.ndarray]:
-        """The best actions for vector observations (n, size) -> (n,), in numpy on the parameters' memory (GPU: copies).
+    def numpy_q(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Vector observations (n, size) -> values (n, num_actions), in numpy: on a few rows five times faster.
 
-        On a few rows torch's calls cost five times the arithmetic. The state's value does not change which is best.
+        It must do what `forward` does, and is compared with it from the start on. None: `forward` itself acts.
         """
-        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in self.named_parameters()}
-        names = [f"trunk.layers.{i}" for i, layer in enumerate(self.trunk.layers) if isinstance(layer, nn.Linear)]
-        hidden = [(arrays[f"{name}.weight"].T, arrays[f"{name}.bias"]) for name in names]
-        assert [type(layer) for layer in self.trunk.layers] == [nn.Linear, nn.ReLU] * len(hidden), "update numpy_greedy"
-        weight, bias = arrays["head.weight"].T, arrays["head.bias"]
+        if self.trunk.image:
+            return None
+        if self.value_head is None:
+            return numpy_layers(self.trunk.layers, self.head)
+        trunk, head, value_head = map(numpy_layers, (self.trunk.layers, self.head, self.value_head))
 
-        def greedy(obs: np.ndarray) -> np.ndarray:
-            out = obs.astype(weight.dtype, copy=False)
-            for w, b in hidden:
-                out = np.maximum(out @ w + b, 0.0)
-            return (out @ weight + bias).argmax(-1)
+        def q(obs: np.ndarray) -> np.ndarray:
+            features = trunk(obs)
+            advantages = head(features)
+            return value_head(features) + advantages - advantages.mean(-1, keepdims=True)
 
-        return greedy
+        return q
 
 
 # ALGO LOGIC: losses
@@ -297,15 +306,14 @@ def main(args: Args) -> None:
     world = World(args.cuda)
     require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
     with ExitStack() as stack:
-        here = world.here(args.num_envs)
-        atari = is_native_atari(args.env_id)
-        local_num_envs, spaces = here.stop - here.start, (gym.spaces.Discrete,)
-        threads = args.num_threads or world.cores
-        envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, threads, args.life_loss)
+        here, spaces = range(args.num_envs)[world.here(args.num_envs)], (gym.spaces.Discrete,)
+        atari, threads = is_native_atari(args.env_id), args.num_threads or world.cores
+        options = spaces, args.vectorization, threads
+        envs = make_envs(args.env_id, args.seed, TRAINING, here, *options, args.life_loss)
         stack.callback(close, envs)
-        episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
+        episodes_here, eval_envs = evaluation_here(args.eval_episodes, world), None
         if args.eval_every and episodes_here:
-            eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization, threads)
+            eval_envs = make_envs(args.env_id, args.seed, EVALUATION, episodes_here, *options)
             stack.callback(close, eval_envs)
         rb = ReplayBuffer(
             args.buffer_size,
@@ -329,8 +337,8 @@ def main(args: Args) -> None:
 def train(
     args: Args,
     world: World,
-    envs: gym.vector.VectorEnv,
-    eval_envs: gym.vector.VectorEnv | None,
+    envs: Environments,
+    eval_envs: Environments | None,
     atari: bool,
     rb: ReplayBuffer,
     logger: Logger,
@@ -349,7 +357,6 @@ def train(
     num_actions = int(action_space.n)
     q_network = QNetwork(obs_space, num_actions, atari, args.dueling).to(device)
     target_network = QNetwork(obs_space, num_actions, atari, args.dueling).to(device).requires_grad_(False)
-    target_network.load_state_dict(q_network.state_dict())
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
     scale = world.world_size / args.batch_size
@@ -357,19 +364,24 @@ def train(
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
+    target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
-    def act(raw: np.ndarray) -> np.ndarray:
-        """Greedy actions for evaluation."""
+    def network_q(obs: np.ndarray) -> np.ndarray:
+        """Observations -> values of all actions (n, num_actions)."""
         with torch.inference_mode():
-            return q_network(torch.from_numpy(raw).to(device)).argmax(-1).cpu().numpy() + action_space.start
+            return q_network(torch.from_numpy(obs).to(device)).cpu().numpy()
 
-    obs = reset(envs, environment_seeds(args.seed, TRAINING, range(here.start, here.stop)))
+    def act(obs: np.ndarray) -> np.ndarray:
+        """Greedy actions for evaluation."""
+        return network_q(obs).argmax(-1) + action_space.start
+
+    obs = envs.start()
     rb.start(obs)
     statistics = EpisodeStatistics(local_num_envs)
-    numpy_greedy = None if q_network.trunk.image else q_network.numpy_greedy()
+    q_values = checked(q_network.numpy_q, network_q, obs)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     stats = torch.zeros(len(STATS), dtype=torch.float64, device=device)
-    num_updates, update_time, start_time = 0, 0.0, time.perf_counter()
+    num_updates, update_time, eval_time, start_time = 0, 0.0, 0.0, time.perf_counter()
     row_start = start_time
 
     for vector_step in range(1, num_vector_steps + 1):
@@ -382,8 +394,7 @@ def train(
         explore, choice = noise[(vector_step - 1) % NOISE_STEPS]
         actions = (choice * num_actions).astype(np.int64)
         if (explore >= epsilon).any():
-            greedy = numpy_greedy(obs) if numpy_greedy else act(obs) - action_space.start
-            actions = np.where(explore < epsilon, actions, greedy)
+            actions = np.where(explore < epsilon, actions, q_values(obs).argmax(-1))
         obs, rewards, terminations, truncations, infos = envs.step(actions + action_space.start)
         ended = statistics.step(rewards, terminations | truncations, infos)
         learning_rewards = np.sign(rewards) if atari else rewards
@@ -412,12 +423,13 @@ def train(
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-            if numpy_greedy and device.type != "cpu":
-                numpy_greedy = q_network.numpy_greedy()
+            if device.type != "cpu":
+                q_values = q_network.numpy_q() or network_q
         update_time += time.perf_counter() - update_start
 
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
+            q_values = checked(q_network.numpy_q, network_q, obs)
 
         # metrics: sums and counts of all ranks, divided once
         last = vector_step == num_vector_steps or world.stop
@@ -433,7 +445,8 @@ def train(
                 row["charts/episodic_length"] = total["length"] / total["episodes"]
             if num_updates:
                 row |= {f"losses/{name}": total[name] / num_updates / world.world_size for name in STATS}
-            row |= {"time/wall": wall, "time/SPS": global_step / wall} | {name: total[name] for name in times}
+            row |= {"time/wall": wall, "time/SPS": global_step / (wall - eval_time)}
+            row |= {name: total[name] for name in times}
             logger.log(row)
             if not math.isfinite(total["td_loss"]):
                 raise Diverged(f"step {global_step}: a loss is not finite; try a lower --learning-rate.")
@@ -453,9 +466,10 @@ def train(
             )  # collective
         if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
             eval_start = time.perf_counter()
-            eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            eval_returns, eval_lengths = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
             if world.stop:
                 break
+            eval_time += time.perf_counter() - eval_start
             row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
             row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
             row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
@@ -470,4 +484,4 @@ def train(
 
 
 if __name__ == "__main__":
-    launch(main, lambda: tyro.cli(Args))
+    launch(main, Args)

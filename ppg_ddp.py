@@ -5,8 +5,8 @@
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppg_ddp.py --num-envs 8
 
 To use it in a project of your own, copy this file and
-    common/arguments.py common/distributed.py common/environments.py common/evaluation.py common/logger.py
-    common/normalization.py
+    common/acting.py common/arguments.py common/distributed.py common/environments.py common/evaluation.py
+    common/logger.py common/normalization.py
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
 policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
@@ -15,11 +15,16 @@ Each phase has an Adam of its own, whose state persists; the auxiliary one moves
 Keep rewards normalised: where returns are large, the value losses drown the KL term, and the policy is lost.
 
 Differences from the reference (OpenAI's phasic-policy-gradient), beside those listed in `ppo_ddp.py`:
-1. Policy and value losses share their epochs (E_pi = E_V = `--update-epochs`), minibatches, and one Adam.
-2. Gradient norms are clipped in both phases (`--max-grad-norm inf`: not); `--anneal-lr` lowers both learning rates.
+1. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam; at the paper's
+   E_pi = E_V = 1 that is no difference. The value loss of the policy phase weighs half of the reference's
+   (`--vf-coef 1` is the reference's).
+2. Gradient norms are clipped in both phases, and learning rates are annealed.
 3. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
-4. Phases and batches are small by default, for small problems; the paper's, for Procgen: 64 environments per process,
-   --num-steps 256 --num-minibatches 8 --n-pi 32 --gamma 0.999.
+4. Layers start orthogonal, as PPO's; the reference's start as normal draws, normed by output.
+5. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
+6. Phases and batches are small by default, for small problems; the paper's, for Procgen: 64 environments per process,
+   --num-steps 256 --num-minibatches 8 --n-pi 32 --num-aux-minibatches 512 --gamma 0.999 --no-anneal-lr
+   --max-grad-norm inf, which makes 3,072 auxiliary updates a phase, of 1,024 transitions per process.
 """
 
 from __future__ import annotations
@@ -34,13 +39,22 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import BadInput, crossed, flag, require, require_divisible, require_divisor
+from common.acting import checked, numpy_layers
+from common.arguments import (
+    BadInput,
+    crossed,
+    flag,
+    require,
+    require_compiler,
+    require_divisible,
+    require_divisor,
+    require_memory,
+)
 from common.distributed import Diverged, World, launch
-from common.environments import TRAINING, EpisodeStatistics, close, environment_seeds, is_native_atari, make_envs, reset
+from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, is_native_atari, make_envs
 from common.evaluation import evaluate, evaluation_here
 from common.logger import Logger
 from common.normalization import RunningMoments, discounted_returns
@@ -50,7 +64,7 @@ from common.normalization import RunningMoments, discounted_returns
 class Args:
     # run
     seed: int = 1
-    """seed of everything random, not negative"""
+    """seed of everything random, from 0 to 2**32 - 1"""
     total_timesteps: int = 500_000
     """budget in environment transitions, all ranks; the whole iterations that fit are run"""
     run_dir: str | None = None
@@ -70,7 +84,7 @@ class Args:
     eval_every: int = 50_000
     """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
     eval_episodes: int = 20
-    """episodes per evaluation, shared among the ranks"""
+    """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
     stop_at_return: float | None = None
     """end the run once an evaluation reaches this mean return"""
     save_model: bool = False
@@ -148,7 +162,7 @@ class Args:
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
         for name in ("ent_coef", "vf_coef", "beta_clone"):
             require(0 <= getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number of at least 0")
-        require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
+        require(self.seed < 2**32, "--seed", self.seed, "below 2**32")
         require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
@@ -194,7 +208,8 @@ class Trunk(nn.Module):
     def __init__(self, space: gym.spaces.Box, channels_first: bool) -> None:
         super().__init__()
         self.image, self.channels_first = len(space.shape) == 3, channels_first
-        self.scale = 255.0 if space.dtype == np.uint8 and self.image else 1.0
+        # pixels of whole numbers are divided by the largest
+        self.scale = max(1.0, float(space.high.max())) if self.image and np.issubdtype(space.dtype, np.integer) else 1.0
         if not self.image:
             size, self.num_features = space.shape[0], 64
             hidden = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
@@ -265,25 +280,16 @@ class Agent(nn.Module):
         moved = ((2 * old_log_std).exp() + (old_mean - mean) ** 2) / (2 * (2 * log_std).exp())
         return (log_std - old_log_std + moved - 0.5).sum(-1)
 
-    def numpy_policy(self) -> Callable[[np.ndarray], np.ndarray]:
-        """The policy of vector observations, (n, size) -> pi (n, .), in numpy on the parameters' memory (GPU: copies).
+    def numpy_policy(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Vector observations (n, size) -> pi (n, .), in numpy: on a few rows five times faster.
 
-        On a few rows torch's calls cost five times the arithmetic; made once per rollout.
+        It must do what `policy` of `trunk` does, and is compared with it each rollout. None: these themselves act.
         """
-        arrays = {name: parameter.detach().cpu().numpy() for name, parameter in self.named_parameters()}
-        names = [f"trunk.layers.{i}" for i, layer in enumerate(self.trunk.layers) if isinstance(layer, nn.Linear)]
-        hidden = [(arrays[f"{name}.weight"].T, arrays[f"{name}.bias"]) for name in names]
-        assert [type(layer) for layer in self.trunk.layers] == [nn.Linear, nn.Tanh] * len(hidden), "update numpy_policy"
-        weight, bias, log_std = arrays["actor.weight"].T, arrays["actor.bias"], arrays.get("log_std")
-
-        def policy(obs: np.ndarray) -> np.ndarray:
-            out = obs.astype(weight.dtype, copy=False)
-            for w, b in hidden:
-                out = np.tanh(out @ w + b)
-            out = out @ weight + bias
-            return out if self.discrete else np.concatenate([out, np.broadcast_to(log_std, out.shape)], -1)
-
-        return policy
+        mean = numpy_layers(self.trunk.layers, self.actor)
+        if self.discrete:
+            return mean
+        log_std = self.log_std.detach().cpu().numpy()
+        return lambda obs: np.concatenate([out := mean(obs), np.broadcast_to(log_std, out.shape)], -1)
 
     def sample(self, pi: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """pi (n, .) and noise, uniform (n,) or normal (n, d) -> actions (n,) by inverse CDF, or (n, d)."""
@@ -450,19 +456,25 @@ def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
     world = World(args.cuda)
     require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
+    if args.compile and world.device.type == "cpu":
+        require_compiler()
     with ExitStack() as stack:
-        here = world.here(args.num_envs)
-        atari = is_native_atari(args.env_id)
-        local_num_envs, spaces = here.stop - here.start, (gym.spaces.Discrete, gym.spaces.Box)
-        threads = args.num_threads or world.cores
-        envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization, threads, args.life_loss)
+        here, spaces = range(args.num_envs)[world.here(args.num_envs)], (gym.spaces.Discrete, gym.spaces.Box)
+        atari, threads = is_native_atari(args.env_id), args.num_threads or world.cores
+        options = spaces, args.vectorization, threads
+        envs = make_envs(args.env_id, args.seed, TRAINING, here, *options, args.life_loss)
         stack.callback(close, envs)
         if args.norm_obs and len(envs.single_observation_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
-        episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
+        episodes_here, eval_envs = evaluation_here(args.eval_episodes, world), None
         if args.eval_every and episodes_here:
-            eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization, threads)
+            eval_envs = make_envs(args.env_id, args.seed, EVALUATION, episodes_here, *options)
             stack.callback(close, eval_envs)
+        transition = envs.single_observation_space.dtype.itemsize * math.prod(envs.single_observation_space.shape)
+        nbytes = args.num_steps * len(here) * (transition + 16 * args.update_epochs + 100)
+        if args.aux_epochs:
+            nbytes += args.n_pi * args.num_steps * len(here) * (transition + 16 * args.aux_epochs + 100)
+        require_memory("--num-steps", args.num_steps, nbytes, world.local_world_size)
         logger = stack.enter_context(Logger(args, __file__, COLUMNS, world))
         large = is_large(envs.single_observation_space, channels_first=atari)
         torch.set_num_threads(threads if large or args.num_threads else 1)
@@ -473,8 +485,8 @@ def main(args: Args) -> None:
 def train(
     args: Args,
     world: World,
-    envs: gym.vector.VectorEnv,
-    eval_envs: gym.vector.VectorEnv | None,
+    envs: Environments,
+    eval_envs: Environments | None,
     atari: bool,
     logger: Logger,
 ) -> None:
@@ -526,6 +538,11 @@ def train(
         """Observations as the environment gives them -> what the networks read."""
         return torch.from_numpy(normalized(raw)).to(device)
 
+    def network_policy(obs: np.ndarray) -> np.ndarray:
+        """Observations as the networks read them -> pi (n, .)."""
+        with torch.inference_mode():
+            return agent.policy(agent.trunk(torch.from_numpy(obs).to(device))).cpu().numpy()
+
     def env_actions(sampled: np.ndarray) -> np.ndarray:
         """Sampled actions -> what `step` takes: shifted to the space's start, or cast and clipped to its bounds."""
         if agent.discrete:
@@ -535,13 +552,12 @@ def train(
 
     def act(raw: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        with torch.inference_mode():
-            return env_actions(agent.mode(agent.policy(agent.trunk(network_input(raw))).cpu().numpy()))
+        return env_actions(agent.mode(network_policy(normalized(raw))))
 
-    next_obs = reset(envs, environment_seeds(args.seed, TRAINING, range(here.start, here.stop)))
+    next_obs = envs.start()
     statistics = EpisodeStatistics(local_num_envs)
     return_carry = np.zeros(local_num_envs)
-    start_time = time.perf_counter()
+    start_time, eval_time = time.perf_counter(), 0.0
 
     for iteration in range(1, num_iterations + 1):
         global_step = iteration * batch_size
@@ -554,7 +570,9 @@ def train(
         draw = torch.rand if agent.discrete else torch.randn
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, here].numpy()
         truncated, final_obs = [], []
-        numpy_policy = None if agent.trunk.image else agent.numpy_policy()
+        numpy_policy = None  # what acts on vectors in the networks' place
+        if not agent.trunk.image:
+            numpy_policy = checked(agent.numpy_policy, network_policy, normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
@@ -681,7 +699,7 @@ def train(
         if target_variance > 0:
             residual_variance = total["residual^2"] - total["residual"] ** 2 / batch_size
             row["losses/explained_variance"] = 1 - residual_variance / target_variance
-        row |= {"losses/epochs": epoch + 1, "time/wall": wall, "time/SPS": global_step / wall}
+        row |= {"losses/epochs": epoch + 1, "time/wall": wall, "time/SPS": global_step / (wall - eval_time)}
         row |= {name: total[name] for name in times}
         logger.log(row)
         if not all(math.isfinite(total[name]) for name in (*STATS, *AUX_STATS)):
@@ -706,9 +724,10 @@ def train(
             break
         if args.eval_every and (crossed(args.eval_every, before, global_step) or iteration == num_iterations):
             eval_start = time.perf_counter()
-            eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            eval_returns, eval_lengths = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
             if world.stop:
                 break
+            eval_time += time.perf_counter() - eval_start
             row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
             row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
             row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
@@ -723,4 +742,4 @@ def train(
 
 
 if __name__ == "__main__":
-    launch(main, lambda: tyro.cli(Args))
+    launch(main, Args)

@@ -5,8 +5,8 @@
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 sac_ddp.py --num-envs 8
 
 To use it in a project of your own, copy this file and
-    common/arguments.py common/distributed.py common/environments.py common/evaluation.py common/logger.py
-    common/replay.py
+    common/acting.py common/arguments.py common/distributed.py common/environments.py common/evaluation.py
+    common/logger.py common/replay.py
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay arXiv:1511.05952):
 1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
@@ -16,6 +16,7 @@ Differences from the reference (CleanRL's sac_continuous_action.py; by flag prio
 4. Actor and temperature learn from the same sample, in one backward pass and so one reduction (as Stable-Baselines3).
 5. The log-determinant of tanh is computed in its stable form, without an epsilon.
 6. Logged losses are means over all gradient steps since the last row.
+7. `--alpha` is 1.0 by default with `--no-autotune` too, where CleanRL takes 0.2.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from common.acting import checked, numpy_layers
 from common.arguments import BadInput, crossed, flag, require, require_divisible
 from common.distributed import Diverged, World, launch
-from common.environments import TRAINING, EpisodeStatistics, close, environment_seeds, make_envs, reset
+from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, make_envs
 from common.evaluation import evaluate, evaluation_here
 from common.logger import Logger
 from common.replay import ReplayBuffer
@@ -48,7 +49,7 @@ from common.replay import ReplayBuffer
 class Args:
     # run
     seed: int = 1
-    """seed of everything random, not negative"""
+    """seed of everything random, from 0 to 2**32 - 1"""
     total_timesteps: int = 1_000_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     run_dir: str | None = None
@@ -66,7 +67,7 @@ class Args:
     eval_every: int = 10_000
     """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
     eval_episodes: int = 20
-    """episodes per evaluation, shared among the ranks"""
+    """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
     stop_at_return: float | None = None
     """end the run once an evaluation reaches this mean return"""
     save_model: bool = False
@@ -127,7 +128,7 @@ class Args:
         require(self.num_threads <= 1024, "--num-threads", self.num_threads, "at most 1024")
         for name in ("policy_lr", "q_lr", "alpha", "timeout"):
             require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
-        require(self.seed < 2**63, "--seed", self.seed, "below 2**63")
+        require(self.seed < 2**32, "--seed", self.seed, "below 2**32")
         require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
         for name in ("gamma", "per_alpha", "per_beta"):
             require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
@@ -179,21 +180,15 @@ class Actor(nn.Module):
         log_det = 2 * (math.log(2) - u - F.softplus(-2 * u)) + self.scale.log()  # log(1 - tanh(u)^2), stable
         return self.bias + self.scale * u.tanh(), (log_prob - log_det).sum(-1)
 
-    def numpy_policy(self) -> Callable[[np.ndarray, np.ndarray | float], np.ndarray]:
-        """Observations (n, size), noise (n, d) or 0 -> actions (n, d), in numpy on the parameters' memory.
+    def numpy_policy(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
+        """Observations (n, size), noise (n, d) -> actions (n, d), in numpy: on a few rows five times faster.
 
-        On a few rows torch's calls cost five times the arithmetic. On a GPU these are copies.
+        It must do what `forward` does, and is compared with it from the start on. None: `forward` itself acts.
         """
-        assert [type(layer) for layer in self.layers[1::2]] == [nn.ReLU] * 2, "update numpy_policy"
-        tensors = [(layer.weight.T, layer.bias) for layer in self.layers[::2]]
-        layers = [(w.detach().cpu().numpy(), b.detach().cpu().numpy()) for w, b in tensors]
-        scale, bias = self.scale.cpu().numpy(), self.bias.cpu().numpy()
+        layers, scale, bias = numpy_layers(self.layers), self.scale.cpu().numpy(), self.bias.cpu().numpy()
 
-        def policy(obs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
-            out = obs.astype(bias.dtype, copy=False)
-            for w, b in layers[:-1]:
-                out = np.maximum(out @ w + b, 0.0)
-            mean, log_std = np.split(out @ layers[-1][0] + layers[-1][1], 2, -1)
+        def policy(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+            mean, log_std = np.split(layers(obs), 2, -1)
             log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (np.tanh(log_std) + 1)
             return bias + scale * np.tanh(mean + np.exp(log_std) * noise)
 
@@ -301,18 +296,19 @@ def main(args: Args) -> None:
     world = World(args.cuda)
     require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
     with ExitStack() as stack:
-        here = world.here(args.num_envs)
-        local_num_envs, spaces = here.stop - here.start, (gym.spaces.Box,)
-        envs = make_envs(args.env_id, local_num_envs, spaces, args.vectorization)
+        here, options = range(args.num_envs)[world.here(args.num_envs)], ((gym.spaces.Box,), args.vectorization)
+        envs = make_envs(args.env_id, args.seed, TRAINING, here, *options)
         stack.callback(close, envs)
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if len(obs_space.shape) != 1:
             raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
-        if not action_space.is_bounded() or (action_space.low == action_space.high).any():
-            raise BadInput(f"--env-id {args.env_id}: action space {action_space} must have finite, distinct bounds.")
-        episodes_here, eval_envs = len(evaluation_here(args.eval_episodes, world)), None
+        low, high = action_space.low, action_space.high
+        if not ((low < high) & (low >= -1e6) & (high <= 1e6)).all():  # beyond, float32 overflows in the losses
+            needed = "must have distinct bounds, within -1e6 and 1e6 (gymnasium.wrappers.RescaleAction gives such)"
+            raise BadInput(f"--env-id {args.env_id}: action space {' '.join(str(action_space).split())} {needed}.")
+        episodes_here, eval_envs = evaluation_here(args.eval_episodes, world), None
         if args.eval_every and episodes_here:
-            eval_envs = make_envs(args.env_id, episodes_here, spaces, args.vectorization)
+            eval_envs = make_envs(args.env_id, args.seed, EVALUATION, episodes_here, *options)
             stack.callback(close, eval_envs)
         rb = ReplayBuffer(
             args.buffer_size,
@@ -333,8 +329,8 @@ def main(args: Args) -> None:
 def train(
     args: Args,
     world: World,
-    envs: gym.vector.VectorEnv,
-    eval_envs: gym.vector.VectorEnv | None,
+    envs: Environments,
+    eval_envs: Environments | None,
     rb: ReplayBuffer,
     logger: Logger,
 ) -> None:
@@ -365,24 +361,31 @@ def train(
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.world_size > 1 else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.world_size > 1 else actor_loss_fn  # collective
+    critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
     def as_taken(actions: np.ndarray) -> np.ndarray:
         """Actions (n, d) as the environments take them."""
         cast = actions.reshape(-1, *action_space.shape).astype(action_space.dtype)
         return cast.clip(action_space.low, action_space.high)
 
+    def network_policy(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """Observations (n, size), noise (n, d) -> actions (n, d)."""
+        with torch.inference_mode():
+            return actor(torch.from_numpy(obs).to(device), torch.from_numpy(noise).to(device))[0].cpu().numpy()
+
     def act(raw: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
-        return as_taken(actor.numpy_policy()(raw, 0.0))
+        return as_taken(policy(raw, np.zeros((len(raw), d), ones.dtype)))
 
-    obs = reset(envs, environment_seeds(args.seed, TRAINING, range(here.start, here.stop)))
+    obs = envs.start()
     rb.start(obs)
     statistics = EpisodeStatistics(local_num_envs)
-    numpy_policy = actor.numpy_policy()
+    ones = np.ones((local_num_envs, d), torch.empty(0).numpy().dtype)
+    policy = checked(actor.numpy_policy, network_policy, obs, ones)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     critic_stats = torch.zeros(len(CRITIC_STATS), dtype=torch.float64, device=device)
     actor_stats = torch.zeros(len(ACTOR_STATS), dtype=torch.float64, device=device)
-    critic_updates, actor_updates, update_time, start_time = 0, 0, 0.0, time.perf_counter()
+    critic_updates, actor_updates, update_time, eval_time, start_time = 0, 0, 0.0, 0.0, time.perf_counter()
     row_start = start_time
 
     for vector_step in range(1, num_vector_steps + 1):
@@ -393,7 +396,7 @@ def train(
             uniform = torch.rand(args.num_envs, d, generator=generator)[here].to(device)
             actions = (actor.bias + actor.scale * (2 * uniform - 1)).cpu().numpy()
         else:
-            actions = numpy_policy(obs, torch.randn(args.num_envs, d, generator=generator)[here].numpy())
+            actions = policy(obs, torch.randn(args.num_envs, d, generator=generator)[here].numpy())
         obs, rewards, terminations, truncations, infos = envs.step(as_taken(actions))
         ended = statistics.step(rewards, terminations | truncations, infos)
         rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
@@ -432,11 +435,12 @@ def train(
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
             if device.type != "cpu":
-                numpy_policy = actor.numpy_policy()
+                policy = actor.numpy_policy() or network_policy
         update_time += time.perf_counter() - update_start
 
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
+            policy = checked(actor.numpy_policy, network_policy, obs, ones)
 
         # metrics: sums and counts of all ranks, divided once
         last = vector_step == num_vector_steps or world.stop
@@ -458,7 +462,8 @@ def train(
             if not args.autotune:
                 row.pop("losses/alpha_loss", None)
             row["losses/alpha"] = log_alpha.exp().item()
-            row |= {"time/wall": wall, "time/SPS": global_step / wall} | {name: total[name] for name in times}
+            row |= {"time/wall": wall, "time/SPS": global_step / (wall - eval_time)}
+            row |= {name: total[name] for name in times}
             logger.log(row)
             if not math.isfinite(sum(total[name] for name in (*CRITIC_STATS, *ACTOR_STATS))):
                 raise Diverged(f"step {global_step}: a loss is not finite; try lower --q-lr and --policy-lr.")
@@ -482,9 +487,10 @@ def train(
             )  # collective
         if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
             eval_start = time.perf_counter()
-            eval_returns, eval_lengths = evaluate(act, eval_envs, args.seed, args.eval_episodes, world)  # collective
+            eval_returns, eval_lengths = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
             if world.stop:
                 break
+            eval_time += time.perf_counter() - eval_start
             row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
             row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
             row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
@@ -501,4 +507,4 @@ def train(
 
 
 if __name__ == "__main__":
-    launch(main, lambda: tyro.cli(Args))
+    launch(main, Args)

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shutil
+import sys
+from typing import Any
+
+import tyro
+
 
 class BadInput(ValueError):
     """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
+
+
+class Fault(RuntimeError):
+    """What ends a run though its settings could work. `launch` prints its one line and exits with code 1."""
+
+
+def parse(args: type[Any], words: list[str]) -> Any:
+    """The dataclass `args` from a command line's words. Raises `BadInput` for a switch that is given a value."""
+    switches = {flag(field.name) for field in dataclasses.fields(args) if field.type in (bool, "bool")}
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        name, _, joined = word.replace("_", "-").partition("=")
+        if name in switches and (joined or value).lower() in ("true", "false", "yes", "no", "0", "1"):
+            raise BadInput(f"{name} {joined or value}: takes no value; write {name} or --no-{name[2:]}.")
+    return tyro.cli(args, args=words)
 
 
 def flag(name: str) -> str:
@@ -32,6 +54,30 @@ def require_divisor(flag: str, value: int, size: int, size_name: str) -> None:
         valid = [d for d in range(1, size + 1) if size % d == 0]
         nearest = [d for d in valid if d < value][-1:] + [d for d in valid if d > value][:1]
         raise BadInput(f"{flag} {value}: must divide {size_name} ({size}), such as {' or '.join(map(str, nearest))}.")
+
+
+def require_memory(flag: str, value: object, nbytes: float, processes: int, smaller: str = "a smaller one") -> None:
+    """Raise `BadInput` unless `nbytes` in each of a machine's `processes` fit its free memory."""
+    needed, free = nbytes * processes / 1e9, free_memory() / 1e9
+    if needed > free:
+        fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
+        raise BadInput(f"{flag} {value}: {fault}; {smaller} fits.")
+
+
+def require_compiler() -> None:
+    """Raise `BadInput` (--compile) where torch would not find its C++ compiler; its own answer is 80 lines long."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if not shutil.which(compiler):
+        raise BadInput(f"--compile: needs a C++ compiler: install {compiler}, or leave it off (--no-compile).")
+
+
+def free_memory() -> float:
+    """Bytes of main memory that can be had; infinite where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
 
 
 def crossed(period: int, before: int, now: int) -> bool:

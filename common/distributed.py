@@ -31,16 +31,16 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from common.arguments import BadInput
+from common.arguments import BadInput, Fault, parse
 
 GRACE = 10.0  # seconds from a stop request to the next boundary, after which the process ends at once
 
 
-class Desync(RuntimeError):
+class Desync(Fault):
     """The ranks hold different numbers where they must be bit-identical."""
 
 
-class Diverged(RuntimeError):
+class Diverged(Fault):
     """A number that all ranks share is not finite."""
 
 
@@ -89,7 +89,7 @@ class World:
             self._init_process_group(timeout)
             yield
         except BaseException as error:
-            if not isinstance(error, BadInput | Desync | Diverged) and not peer_ended(error):
+            if not isinstance(error, BadInput | Fault | MemoryError) and not peer_ended(error):
                 get_error_handler().record_exception(error)  # first failing rank first, for torchrun's report
             traceback.clear_frames(error.__traceback__)  # they hold the DDP modules
             raise
@@ -109,6 +109,8 @@ class World:
     def _init_process_group(self, timeout: float) -> None:
         if "RANK" in os.environ:
             store, rank, world_size = next(rendezvous("env://"))
+            # the launcher keeps one store over `--max-restarts`: the keys of an attempt that died must not be met again
+            store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1
         # NCCL needs a GPU for each rank; gloo carries the small collectives of CPU tensors in any case
@@ -131,7 +133,8 @@ class World:
         """Thread: note the first signal; end the process on a second one, after `GRACE`, or after `timeout`."""
         asked = None
         while True:
-            deadline = self._alive + self._timeout if asked is None else asked + GRACE
+            grace = GRACE if dist.is_initialized() else 1.0  # before, nothing was written that could be lost
+            deadline = self._alive + self._timeout if asked is None else asked + grace
             if connection.wait([wake_read], max(0.0, deadline - time.monotonic())):
                 received = os.read(wake_read, 1)
                 if not received:
@@ -143,7 +146,7 @@ class World:
                     self._signum, asked = received[0], time.monotonic()
                 elif time.monotonic() - asked > 0.5:  # launchers may deliver one request twice
                     end_now(128 + self._signum)
-            elif asked is not None and time.monotonic() > asked + GRACE:
+            elif asked is not None and time.monotonic() > asked + grace:
                 end_now(128 + self._signum)
             elif asked is None and time.monotonic() > self._alive + self._timeout:
                 note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at"
@@ -225,10 +228,11 @@ def end_now(code: int) -> None:
     os._exit(code)
 
 
-def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
-    """Run `main(parse())` and end with its exit code: 0 done, 2 bad input, 1 a fault, 128 + signal.
+def launch(main: Callable[[Any], None], args: type[Any]) -> None:
+    """Run `main` with `args` from the command line, and end with its exit code.
 
-    Parsing speaks on rank 0 alone; a traceback comes from the rank that failed.
+    That is 0 done, 2 bad input, 1 a fault, 128 + signal. Parsing speaks on rank 0 alone; a traceback comes from the
+    rank that failed.
     """
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -237,11 +241,13 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
                 nowhere = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nowhere))
                 stack.enter_context(redirect_stderr(nowhere))
-            args = parse()
+            parsed = parse(args, sys.argv[1:])
         gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
-        main(args)
+        main(parsed)
         return
-    except (BadInput, Desync, Diverged) as error:  # raised alike by all ranks: one of them says it
+    except (BadInput, Fault, MemoryError) as error:  # mostly raised alike by all ranks: one of them says it
+        if isinstance(error, MemoryError):
+            error = f"out of memory ({error}); lower the sizes of environments, steps, batches or buffer."
         code, agreed = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -252,6 +258,7 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
         code, agreed = 130 if isinstance(error, KeyboardInterrupt) else 1, ""
         if peer_ended(error):
             print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
+            time.sleep(5)  # torchrun calls the first rank to end the cause: leave that to the other
         elif code == 1:
             traceback.print_exc()
     if agreed and code in (1, 2) and rank != 0:

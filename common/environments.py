@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
+import random
+import re
 import signal
 import sys
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWrapper
 
-from common.arguments import BadInput
+from common.arguments import BadInput, Fault
 
 TRAINING, EVALUATION = 0, 1  # seed domains
 
@@ -28,21 +32,71 @@ def is_native_atari(env_id: str) -> bool:
     return env_id.startswith("ALE/")
 
 
+class Environments(VectorWrapper):
+    """Environments known by their global indices, with a seed each; what they say is checked before it is used."""
+
+    def __init__(self, envs: VectorEnv, domain: int, indices: range, seeds: np.ndarray) -> None:
+        super().__init__(envs)
+        self.name = "environment" if domain == TRAINING else "evaluation episode"
+        self.indices, self.seeds, self.steps = indices, seeds, 0
+        spaces = envs.single_observation_space, envs.single_action_space
+        self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
+
+    def start(self) -> np.ndarray:
+        """Reset every environment with its own seed -> observations (n, *shape)."""
+        native = type(self.unwrapped).__name__ == "AtariVectorEnv"  # the one that takes an array, and only that
+        obs, _ = self.env.reset(seed=self.seeds if native else self.seeds.tolist())
+        self.steps = 0
+        if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
+            self._name_fault("an observation", obs)
+        return obs
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """One vector step, as gymnasium's. Raises `Fault` naming environment and step for what is not finite."""
+        self.steps += 1
+        if self.float_actions and not math.isfinite(np.vdot(actions, actions)):
+            self._name_fault("the action for it", actions, "; the networks have diverged: try a lower learning rate")
+        try:
+            obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        except (EOFError, ConnectionError) as error:
+            raise Fault("--vectorization async: the process of an environment ended; was it killed?") from error
+        # a vector's product with itself is the cheapest sum; it may overflow, so what is named is looked for anew
+        if not math.isfinite(np.vdot(rewards, rewards)):
+            self._name_fault("a reward", rewards)
+        if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
+            self._name_fault("an observation", obs)
+        if self.float_obs and "final_obs" in infos:
+            for i in np.flatnonzero(truncations & ~terminations):
+                self._name_fault("its last observation", infos["final_obs"][i][None], at=i)
+        return obs, rewards, terminations, truncations, infos
+
+    def _name_fault(self, what: str, values: np.ndarray, advice: str = "", at: int = 0) -> None:
+        for i in np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1)):
+            value = values[i][~np.isfinite(values[i])].flat[0] if values[i].shape else values[i]
+            where = f"{self.name} {self.indices[at + i]}, its step {self.steps}"
+            raise Fault(f"{where}: {what} is not finite ({value}){advice}.")
+
+
 def make_envs(
     env_id: str,
-    num_envs: int,
+    seed: int,
+    domain: int,
+    indices: range,
     action_spaces: tuple[type[gym.Space], ...],
     vectorization: str = "sync",
     num_threads: int = 1,
     life_loss: bool = False,
-) -> VectorEnv:
-    """`num_envs` environments that reset in the step that ends an episode (`AutoresetMode.SAME_STEP`).
+) -> Environments:
+    """The environments of global `indices`, which reset in the step that ends an episode (`AutoresetMode.SAME_STEP`).
 
     `action_spaces`: what the script can act in. `num_threads` and `life_loss` (a lost life terminates, the game goes
     on) concern Atari alone. Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no
     script can use.
     """
-    same_step = AutoresetMode.SAME_STEP
+    same_step, seeds = AutoresetMode.SAME_STEP, environment_seeds(seed, domain, indices)
+    seed_libraries(int(seeds[0]))
+    if len(indices) > 1000 and os.environ.get("RANK", "0") == "0":
+        print(f"making {len(indices):,} environments of {env_id}", flush=True)  # may take minutes
     module, colon, _ = env_id.rpartition(":")
     if colon and not all(word.isidentifier() for word in module.split(".")):
         raise BadInput(f"--env-id {env_id}: must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
@@ -53,10 +107,10 @@ def make_envs(
             gym.register_envs(ale_py)
             envs = gym.make_vec(
                 env_id,
-                num_envs,
+                len(indices),
                 vectorization_mode="vector_entry_point",
                 autoreset_mode=same_step,
-                num_threads=min(num_threads, num_envs),
+                num_threads=min(num_threads, len(indices)),
                 repeat_action_probability=0.0,  # as in the published results for NoFrameskip-v4
                 reward_clipping=False,  # statistics count the score; scripts take the sign
                 life_loss_info=life_loss,
@@ -70,18 +124,22 @@ def make_envs(
             kwargs = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
             wrappers = [alone, Unstick] if env_id.startswith("MinAtar/") else [alone]
             envs = gym.make_vec(
-                env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=wrappers
+                env_id, len(indices), vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=wrappers
             )
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, FileNotFoundError) as error:
         reason = " ".join(str(error).split())
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
-        raise BadInput(f"--env-id {env_id}: {reason}") from error
+        raise BadInput(f"--env-id {env_id}: {reason}{atari_hint(env_id)}") from error
     assert envs.metadata["autoreset_mode"] == same_step
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     fault = None
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
+        fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
+    elif len(obs_space.shape) == 3 and obs_space.shape[0] < min(obs_space.shape[1:]) and not is_native_atari(env_id):
+        fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
+        fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
     elif len(obs_space.shape) == 3 and min(obs_space.shape[:2]) < 3:
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif not isinstance(action_space, action_spaces):
@@ -91,27 +149,46 @@ def make_envs(
     if fault:
         envs.close()
         raise BadInput(f"--env-id {env_id}: {' '.join(fault.split())}.")
-    return envs
+    return Environments(envs, domain, indices, seeds)
+
+
+def seed_libraries(seed: int) -> None:
+    """Seed what an environment may draw from beside its own generator: `random` and `numpy.random`."""
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def atari_hint(env_id: str) -> str:
+    """For an Atari game's older ids, where it is found here; otherwise nothing."""
+    game = re.sub(r"(NoFrameskip|Deterministic)?-v\d+$", "", env_id)
+    with contextlib.suppress(ImportError):
+        import ale_py
+
+        gym.register_envs(ale_py)
+    return f" Here it is ALE/{game}-v5." if f"ALE/{game}-v5" in gym.registry and "/" not in game else ""
 
 
 def alone(env: gym.Env) -> gym.Env:
-    """In a worker process of an asynchronous environment: Ctrl-C spares it, and it never outlives its rank."""
-    if multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv>"):
+    """In a worker process of an asynchronous environment: Ctrl-C spares it, it never outlives its rank, and its
+    libraries are seeded for itself."""
+    name, _, index = multiprocessing.current_process().name.partition("-")
+    if name == "Worker<AsyncVectorEnv>":
         os.setsid()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        seed_libraries(random.getrandbits(31) + int(index))  # what was inherited is the same in every worker
     return env
 
 
 def close(envs: VectorEnv) -> None:
     """Close `envs`; asynchronous ones of which a worker died would wait for its answer, and are killed instead."""
-    workers = envs.processes if isinstance(envs, AsyncVectorEnv) else []
+    workers = envs.unwrapped.processes if isinstance(envs.unwrapped, AsyncVectorEnv) else []
     if all(worker.is_alive() for worker in workers):
         envs.close(**({"timeout": 5} if workers else {}))
     else:
         for worker in workers:
             worker.kill()
-        envs.closed = True
+        envs.unwrapped.closed = True
 
 
 class Unstick(gym.Wrapper):
@@ -120,12 +197,6 @@ class Unstick(gym.Wrapper):
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         self.unwrapped.game.last_action = 0
         return self.env.reset(**kwargs)
-
-
-def reset(envs: VectorEnv, seeds: np.ndarray) -> np.ndarray:
-    """Reset every environment with its own seed -> observations (n, *shape)."""
-    native = type(envs).__name__ == "AtariVectorEnv"  # the one that takes an array, and only that
-    return envs.reset(seed=seeds if native else seeds.tolist())[0]
 
 
 class EpisodeStatistics:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from gymnasium.vector import VectorEnv
 
 from common.distributed import World
-from common.environments import EVALUATION, EpisodeStatistics, environment_seeds, reset
+from common.environments import Environments, EpisodeStatistics
 
 MAX_STEPS = 27_000  # of one episode: half an hour of an Atari game
 BOUNDARY = 100  # steps
@@ -20,9 +19,9 @@ def evaluation_here(episodes: int, world: World) -> range:
 
 
 def evaluate(
-    act: Callable[[np.ndarray], np.ndarray], envs: VectorEnv | None, seed: int, episodes: int, world: World
+    act: Callable[[np.ndarray], np.ndarray], envs: Environments | None, episodes: int, world: World
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Play episode e from seed (seed, EVALUATION, e), on rank e mod world size -> returns, lengths: (episodes,).
+    """Play episode e from its own seed, always the same, on rank e mod world size -> returns, lengths: (episodes,).
 
     Every `BOUNDARY` steps the ranks meet, so that a long evaluation is no hang; a stop request cuts it short, and then
     its results count for nothing (`world.stop`).
@@ -33,7 +32,7 @@ def evaluate(
     results = np.zeros((-(-episodes // world.world_size), 2))  # as long on every rank
     playing, statistics = np.ones(len(mine), dtype=bool), EpisodeStatistics(len(mine))
     if envs is not None:
-        obs = reset(envs, environment_seeds(seed, EVALUATION, mine))
+        obs = envs.start()
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
             obs, rewards, terminations, truncations, infos = envs.step(act(obs))

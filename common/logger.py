@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
+import io
 import json
 import os
 import platform
@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from common.arguments import BadInput
+from common.arguments import BadInput, Fault
 from common.distributed import World
 
 
@@ -29,7 +30,8 @@ class Logger:
     """Writes `config.json` and `metrics.csv`, prints progress, and sends the same rows to wandb if `args.track`.
 
     `file`: the script; `columns`: the header of metrics.csv after `global_step`. Raises `BadInput` for a directory
-    that holds a run or cannot be written (--run-dir), and where wandb is missing or not logged in (--track).
+    that holds a run or cannot be written (--run-dir), and where wandb is missing or not logged in (--track); later
+    `Fault`, with the path, where something cannot be written. A run that ends before its first row leaves nothing.
     """
 
     def __init__(self, args: Any, file: str, columns: tuple[str, ...], world: World) -> None:
@@ -37,42 +39,76 @@ class Logger:
         if not self.enabled:
             return
         self.columns = ("global_step", *columns)
-        self.total, self.start, self.last_line = args.total_timesteps, time.perf_counter(), 0.0
+        self.total, self.rows, self.last_line = args.total_timesteps, 0, 0.0
         self.latest: dict[str, float] = {}
+        self.learning: tuple[float, float] | None = None  # step and time of the first row that has a loss
         script = Path(file).stem
+        self.dir, self.made = self._make_dir(args, script)
+        self.path, self.file, self.wandb = self.dir / "metrics.csv", None, None
+        try:
+            self.file = open(self.path, "xb", buffering=0)
+            environment = environment_record(world)
+            record = {"script": script, "args": dataclasses.asdict(args)} | environment
+            write_whole(self.dir / "config.json", (json.dumps(record, indent=2) + "\n").encode())
+            self._write(self.columns)
+            if args.track:
+                self.wandb = self._start_wandb(args, script, environment)
+        except FileExistsError as error:
+            raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory.") from error
+        except (OSError, Fault) as error:
+            self._remove()
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise BadInput(f"--run-dir {self.dir}: cannot be written ({reason}); name another.") from error
+        except BaseException:
+            self._remove()
+            raise
+        self.note(f"writing to {self.dir}")
+
+    def _make_dir(self, args: Any, script: str) -> tuple[Path, list[Path]]:
+        """The run directory, and which directories were made for it."""
         env_id = args.env_id.replace("/", "-").replace(":", "-")
         default = f"runs/{env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.dir = Path(args.run_dir or default)
-        if (self.dir / "metrics.csv").exists() or (self.dir / "config.json").exists():
-            raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory.")
-        config = {"script": script, "args": dataclasses.asdict(args)} | environment_record(world)
-        existed = self.dir.exists()
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.dir / "metrics.csv", "x", newline="")
-        except OSError as error:
-            raise BadInput(f"--run-dir {self.dir}: cannot be written ({error.strerror}); name another.") from error
-        try:
-            self.wandb = self._start_wandb(args, config) if args.track else None
-        except BaseException:
-            os.remove(self.file.name)
-            if not existed:
-                self.dir.rmdir()
-            raise
-        (self.dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        print(f"writing to {self.dir}", flush=True)
-        self.writer = csv.writer(self.file, lineterminator="\n")
-        self.writer.writerow(self.columns)
-        self.file.flush()
+        names = [args.run_dir] if args.run_dir else [default, *(f"{default}-{n}" for n in range(2, 100))]
+        for path in map(Path, names):
+            if any((path / name).exists() for name in ("metrics.csv", "config.json")):
+                continue
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
+            try:
+                path.mkdir(parents=True, exist_ok=args.run_dir is not None)  # a default directory is nobody else's
+            except FileExistsError:
+                if args.run_dir is None:
+                    continue
+                raise BadInput(f"--run-dir {path}: is a file; name another.") from None
+            except OSError as error:
+                raise BadInput(f"--run-dir {path}: cannot be written ({error.strerror}); name another.") from error
+            return path, made
+        raise BadInput(f"--run-dir {path}: holds a run already; name a new directory.")
 
-    def _start_wandb(self, args: Any, config: dict) -> Any:
+    def _remove(self) -> None:
+        """Leave nothing of a run that did not start; what else is in the directory stays."""
+        if self.file is not None:
+            self.file.close()
+            with contextlib.suppress(OSError):
+                (self.dir / "config.json").unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
+        for folder in self.made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def _start_wandb(self, args: Any, script: str, environment: dict) -> Any:
         try:
             import wandb
         except ModuleNotFoundError as error:
             raise BadInput("--track: needs wandb: pip install wandb") from error
         try:
             run = wandb.init(
-                project=args.wandb_project_name, entity=args.wandb_entity, name=self.dir.name, config=config
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                name=self.dir.name,
+                group=f"{args.env_id}__{script}",  # the seeds of one experiment
+                tags=[script, f"processes-{environment['world_size']}"],
+                config=dataclasses.asdict(args) | environment,
+                save_code=True,
             )
         except wandb.errors.UsageError as error:
             raise BadInput("--track: not logged in to wandb; run `wandb login`, or set WANDB_MODE=offline.") from error
@@ -80,18 +116,32 @@ class Logger:
         return run
 
     def log(self, row: dict[str, float | int]) -> None:
-        """Write one row, flushed; `row` maps columns to numbers, `global_step` among them; the rest stays blank."""
+        """Write one row, whole; `row` maps columns to numbers, `global_step` among them; the rest stays blank."""
         if not self.enabled:
             return
         unknown = row.keys() - set(self.columns)
         assert not unknown, f"columns that the header lacks: {unknown}"
-        self.writer.writerow([repr(plain(row[column])) if column in row else "" for column in self.columns])
-        self.file.flush()
+        self._write([repr(plain(row[column])) if column in row else "" for column in self.columns])
+        self.rows += 1
         if self.wandb is not None:
-            sps = {"charts/SPS": row["time/SPS"]} if "time/SPS" in row else {}
-            self.wandb.log({name: plain(value) for name, value in row.items()} | sps)
+            self.wandb.log({"charts/SPS" if name == "time/SPS" else name: plain(x) for name, x in row.items()})
         self.latest |= row
+        if self.learning is None and any(name.startswith("losses/") and name != "losses/alpha" for name in row):
+            self.learning = row["global_step"], time.perf_counter()
         self._print("eval/episodic_return" in row)
+
+    def _write(self, cells: Iterable[str]) -> None:
+        """Append one line to metrics.csv: all of it, or none and a `Fault`."""
+        line, length = (",".join(cells) + "\n").encode(), self.file.tell()
+        try:
+            if not os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
+                raise FileNotFoundError(0, "it was replaced by another file")
+            if self.file.write(line) != len(line):  # there was room for a part
+                self.file.write(line)  # raises the reason
+                raise OSError(0, "the disk is full")
+        except OSError as error:
+            self.file.truncate(length)
+            raise Fault(f"{self.path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
 
     def _print(self, evaluation: bool) -> None:
         terminal, now = sys.stdout.isatty(), time.perf_counter()
@@ -103,22 +153,25 @@ class Logger:
             parts.append(f"return {self.latest['charts/episodic_return']:.1f}")
         if "eval/episodic_return" in self.latest:
             parts.append(f"evaluation {self.latest['eval/episodic_return']:.1f}")
-        if sps:
-            left = max(0, int((self.total - step) / sps))
+        if self.learning is not None and step > self.learning[0]:  # before it learns it is much faster
+            left = int((self.total - step) * (now - self.learning[1]) / (step - self.learning[0]))
             parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
         line = "  ".join(parts)
-        print(f"\r{line:<100}" if terminal else line, end="" if terminal else "\n", flush=True)
+        self.note(f"\r{line:<100}" if terminal else line, end="" if terminal else "\n")
         self.last_line = now
 
-    def note(self, text: str) -> None:
-        """Print one plain line."""
+    def note(self, text: str, end: str = "\n") -> None:
+        """Print one plain line, if the console takes it: a full disk behind it is no reason to stop learning."""
         if self.enabled:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):
+                print(text, end=end, flush=True)
 
     def save(self, model: dict[str, Any]) -> None:
         """Write `model`, tensors (moved to the CPU), numbers and strings, to model.pt; `weights_only=True` loads it."""
         if self.enabled:
-            torch.save(on_cpu(model), self.dir / "model.pt")
+            content = io.BytesIO()
+            torch.save(on_cpu(model), content)
+            write_whole(self.dir / "model.pt", content.getbuffer())
 
     def __enter__(self) -> Logger:
         return self
@@ -126,11 +179,28 @@ class Logger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self.enabled:
             return
+        if kind is not None and not self.rows:
+            self._remove()
         self.file.close()
         if sys.stdout.isatty():
-            print()
+            self.note("")
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file under another name, then rename it: whole or, with a `Fault` that names it, not there."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 def on_cpu(tree: Any) -> Any:

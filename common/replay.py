@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from common.arguments import BadInput
+from common.arguments import Fault, free_memory, require_memory
 from common.distributed import World
 
 BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
@@ -74,19 +74,15 @@ class ReplayBuffer:
             "rewards": ((n, self.capacity), float_dtype),
             "terminations": ((n, self.capacity), np.dtype(bool)),
             "truncations": ((n, self.capacity), np.dtype(bool)),
-            "final": ((n, self.capacity), np.dtype(np.int32)),  # 1 + where a truncated episode's last obs is kept
             "priorities": ((blocks, BLOCK), np.dtype(np.float64)),
         }
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-        needed, free = self.nbytes * world.local_world_size / 1e9, free_memory() / 1e9
-        if needed > free:
-            fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
-            most = int(self.capacity * free / needed) * num_envs
-            raise BadInput(f"--buffer-size {buffer_size}: {fault}; at most {most} fit.")
+        processes = world.local_world_size
+        most = int(self.capacity * min(1.0, free_memory() / (self.nbytes * processes))) * num_envs
+        require_memory("--buffer-size", buffer_size, self.nbytes, processes, f"at most {most}")
         for name, (shape, dtype) in shapes.items():
             setattr(self, name, np.zeros(shape, dtype))
-        self.final_obs = np.zeros((16, *obs_space.shape), obs_space.dtype)  # grows
-        self.free_finals = list(range(16))
+        self.final_obs: dict[int, np.ndarray] = {}  # by place: the last observations of truncated episodes
         self.block_sums, self.block_minima = np.zeros(blocks), np.full(blocks, np.inf)
         self.discounts = gamma ** np.arange(1.0, n_step + 1.0)
         self.touched = []  # blocks whose priorities changed since the last sample
@@ -112,15 +108,12 @@ class ReplayBuffer:
     ) -> None:
         """Store one vector step of this rank's environments over the oldest."""
         place, dones = self.time % self.capacity, terminations | truncations
-        if self.final[:, place].any():
-            self.free_finals += [kept - 1 for kept in self.final[:, place] if kept]
-            self.final[:, place] = 0
+        if self.truncations[:, place].any():
+            for i in self.envs:
+                self.final_obs.pop(i * self.capacity + place, None)
         for i in np.flatnonzero(truncations & ~terminations) if truncations.any() else ():
-            if not self.free_finals:
-                self.free_finals = list(range(len(self.final_obs), 2 * len(self.final_obs)))
-                self.final_obs = np.concatenate([self.final_obs, np.zeros_like(self.final_obs)])
-            kept = self.free_finals.pop()
-            self.final_obs[kept], self.final[i, place] = infos["final_obs"][i], kept + 1
+            self.final_obs[i * self.capacity + place] = infos["final_obs"][i].copy()
+            self._require_memory_for_final_obs()
         self.actions[:, place], self.rewards[:, place] = actions, rewards
         self.terminations[:, place], self.truncations[:, place] = terminations, truncations
         self.time += 1
@@ -138,6 +131,17 @@ class ReplayBuffer:
             else:
                 waiting = waiting[self.priorities.ravel()[waiting] == 0.0]
             self._set_priorities(waiting, self.new_priority)
+
+    def _require_memory_for_final_obs(self) -> None:
+        """Raise `Fault` once so many are kept that, at this rate, they and the unfilled rest will not fit."""
+        kept, filled = len(self.final_obs), min(self.time + 1, self.capacity)
+        if kept >= 1024 and kept & (kept - 1) == 0:  # at each doubling
+            each, unfilled = next(iter(self.final_obs.values())).nbytes, 1 - filled / self.capacity
+            needed = (kept * self.capacity / filled - kept) * each + self.nbytes * unfilled
+            needed, free = needed * self.world.local_world_size / 1e9, free_memory() / 1e9
+            if needed > free:
+                fault = f"the rest and the last observations of truncated episodes will take {needed:.1f} GB more"
+                raise Fault(f"--buffer-size: {fault}, of which {free:.1f} GB are free; set a smaller one.")
 
     def _set_priorities(self, indices: np.ndarray, values: np.ndarray | float) -> None:
         self.priorities.reshape(-1)[indices] = values
@@ -185,9 +189,8 @@ class ReplayBuffer:
             rewards += np.where(running, self.gamma**k * self.rewards.take(at), 0.0)
         discounts = np.where(self.terminations.take(at), 0.0, self.discounts.take(last - time))
         next_obs = self._observations(env, last + 1)
-        kept = self.final.take(at)
-        if kept.any():
-            next_obs[kept > 0] = self.final_obs[kept[kept > 0] - 1]
+        for i in np.flatnonzero(self.truncations.take(at) & ~self.terminations.take(at)):
+            next_obs[i] = self.final_obs[at[i]]
 
         def tensor(x: np.ndarray) -> torch.Tensor:
             x = torch.from_numpy(x)
@@ -249,12 +252,3 @@ def descend(parts: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndar
     found = (ends <= targets[:, None]).sum(1)
     row = np.arange(len(parts))
     return found, targets - (ends[row, found] - parts[row, found])
-
-
-def free_memory() -> float:
-    """Bytes of main memory that can be had; infinite where the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")

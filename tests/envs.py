@@ -127,7 +127,7 @@ for name, spaces in {
     "DictObs": (gym.spaces.Dict(x=vector), choice),
     "TupleObs": (gym.spaces.Tuple([vector]), choice),
     "MatrixObs": (gym.spaces.Box(-1, 1, (3, 3), np.float32), choice),
-    "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 3), np.float32), choice),
+    "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 2), np.float32), choice),
     "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
     "OpenBox": (vector, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)),
     "ImageBox": (gym.spaces.Box(0, 1, (9, 9, 3), np.float32), vector),

@@ -1,6 +1,7 @@
 """Runs a script in float64 and, if asked, with a fault on one rank: `python launcher.py SCRIPT ...`.
 
-Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@GATHER: at that rank's so-manieth gather).
+Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@GATHER: at that rank's so-manieth gather),
+LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end).
 """
 
 import importlib
@@ -13,7 +14,7 @@ import torch
 
 from common import distributed
 
-FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.bias", "Actor": "layers.4.bias"}  # and a parameter of it
+FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
 
 
 def perturb(module, rank: int, after: int, kind: str) -> None:
@@ -30,6 +31,7 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "hang":
+                open(os.environ["LOCKSTEP_NOTE"], "w").close()
                 time.sleep(1000)
             if kind == "parameter":
                 with torch.no_grad():
@@ -62,10 +64,11 @@ def main(words: list[str]) -> None:
     torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
     script = importlib.import_module(words[0].removesuffix(".py"))
     sys.argv = words
+    distributed.GRACE = float(os.environ.get("LOCKSTEP_GRACE", distributed.GRACE))
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)
-    distributed.launch(script.main, lambda: script.tyro.cli(script.Args))
+    distributed.launch(script.main, script.Args)
 
 
 if __name__ == "__main__":

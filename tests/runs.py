@@ -17,6 +17,7 @@ import psutil
 import torch
 
 ROOT = Path(__file__).parent.parent
+PATIENCE = 240.0  # seconds for what takes a few on a quiet machine: a test waits for events, and this is what a hang is
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["preload"])
 
@@ -25,7 +26,7 @@ def torchrun(program: Path, *arguments: object) -> str:
     """Run a test's own program on two processes to its good end -> what it printed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*launch, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -74,7 +75,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen, run_dir: Path, timeout: float = 240) -> Run:
+def finish(process: subprocess.Popen, run_dir: Path, timeout: float = PATIENCE) -> Run:
     """Wait; on a timeout end what is left, by its id, and raise."""
     family = descendants(process)
     try:
@@ -88,6 +89,16 @@ def finish(process: subprocess.Popen, run_dir: Path, timeout: float = 240) -> Ru
     return Run(process.returncode, out, err, run_dir)
 
 
+def wait_until(happened, process: subprocess.Popen) -> None:
+    """Wait for an event while `process` runs; on none, end it and raise with what it printed."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        if time.monotonic() > deadline or process.poll() is not None:
+            process.kill()
+            raise AssertionError(f"it did not happen: {process.communicate()}")
+        time.sleep(0.02)
+
+
 def descendants(process: subprocess.Popen) -> list[psutil.Process]:
     try:
         me = psutil.Process(process.pid)
@@ -96,12 +107,14 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", within: float = 240, **env):
+def run(
+    script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", within: float = PATIENCE, **env
+):
     """Run to the end, through the launcher, and expect success. Ranks are forked with all imports done: half the time.
 
     Everything that depends on how a process starts or ends belongs to `start` and `finish` instead.
     """
-    flags, run_dir = f"{flags} --timeout 60 --run-dir {run_dir}", Path(run_dir)
+    flags, run_dir = f"{flags} --timeout 200 --run-dir {run_dir}", Path(run_dir)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "LOCKSTEP_DTYPE": dtype} | env

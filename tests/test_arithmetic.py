@@ -15,8 +15,8 @@ import ppg_ddp
 import ppo_ddp
 from common import evaluation
 from common.distributed import Desync, World
-from common.environments import EVALUATION, TRAINING, EpisodeStatistics, environment_seeds, make_envs, reset
-from common.evaluation import evaluate
+from common.environments import EVALUATION, TRAINING, EpisodeStatistics, environment_seeds, make_envs
+from common.evaluation import evaluate, evaluation_here
 from common.normalization import RunningMoments, discounted_returns
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -162,7 +162,7 @@ def test_moments_far_from_zero_are_the_same_however_split(offset, spread):
 
 @pytest.mark.parametrize("space", [DISCRETE, BOX])
 def test_the_numpy_policy_is_the_policy(space, float64):
-    """Also after an update in place; and another activation is refused, not ignored."""
+    """Also after an update in place, and with other layers; one that it does not know is refused, not ignored."""
     agent = ppo_ddp.Agent(VECTOR, space, channels_first=False)
     obs = torch.randn(5, 3)
     for _ in range(2):
@@ -171,8 +171,11 @@ def test_the_numpy_policy_is_the_policy(space, float64):
         with torch.no_grad():
             for parameter in agent.parameters():
                 parameter += 0.1
-    agent.trunk.layers[1] = nn.ReLU()
-    with pytest.raises(AssertionError, match="numpy_policy"):
+    agent.trunk.layers[1] = nn.Sequential(nn.ReLU(), nn.Linear(64, 64, bias=False))
+    expected = agent.policy(agent.trunk(obs)).detach().numpy()
+    np.testing.assert_allclose(agent.numpy_policy()(obs.numpy()), expected, rtol=1e-12)
+    agent.trunk.layers[1] = nn.LayerNorm(64)
+    with pytest.raises(TypeError, match="LayerNorm"):
         agent.numpy_policy()
 
 
@@ -211,21 +214,21 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
         return np.asarray(values, dtype=float).reshape(1, -1)
 
     world = SimpleNamespace(rank=0, world_size=1, gather=gather, stop=0)
-    envs = make_envs("CartPole-v1", 20, (gym.spaces.Discrete,))
-    returns, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 1, 20, world)
+    envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
+    returns, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
     envs.close()
     assert returns.tolist() == lengths.tolist() == [150.0] * 20  # this policy balances for 170 steps and more
     assert met == [1, 40]
-    envs = make_envs("CartPole-v1", 20, (gym.spaces.Discrete,))
-    returns, _ = evaluate(lambda obs: np.zeros(20, int), envs, 1, 20, world)
+    envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
+    returns, _ = evaluate(lambda obs: np.zeros(20, int), envs, 20, world)
     assert max(returns) < 15
     world.stop = 15
-    _, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 1, 20, world)
+    _, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
     assert lengths.tolist() == [100.0] * 20
     world.stop, world.rank, world.world_size = 0, 20, 21  # a rank without episodes meets the others as often
     met.clear()
     world.gather = lambda values: met.append(np.size(values)) or np.ones((21, np.size(values)))
-    evaluate(None, None, 1, 20, world)
+    evaluate(None, None, 20, world)
     assert met == [1, 2]
     envs.close()
 
@@ -278,11 +281,12 @@ def test_minatar_evaluations_repeat_at_any_world_size():
     results = []
     for world_size in (1, 2):
         worlds = [Rank(rank, world_size) for rank in range(world_size)]
-        every = [make_envs("MinAtar/SpaceInvaders-v1", 20 // world_size, (gym.spaces.Discrete,)) for _ in worlds]
+        options = "MinAtar/SpaceInvaders-v1", 1, EVALUATION
+        every = [make_envs(*options, evaluation_here(20, world), (gym.spaces.Discrete,)) for world in worlds]
         for _ in range(3):
             played = np.zeros(20)
             for world, envs in zip(worlds, every, strict=True):
-                returns, lengths = evaluate(act, envs, 1, 20, world)
+                returns, lengths = evaluate(act, envs, 20, world)
                 played[world.rank :: world_size] = (returns + 1000 * lengths)[world.rank :: world_size]
             results.append(played.tolist())
         for envs in every:
@@ -296,8 +300,8 @@ def test_atari_returns_are_whole_unclipped_games(life_loss):
     pytest.importorskip("ale_py")
     finished, ends = {}, {}
     for flag in (True, False):
-        envs = make_envs("ALE/Breakout-v5", 2, (gym.spaces.Discrete,), life_loss=flag)
-        reset(envs, environment_seeds(1, TRAINING, range(2)))
+        envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=flag)
+        envs.start()
         statistics, rng, ends[flag] = EpisodeStatistics(2), np.random.default_rng(0), 0
         for _ in range(700):
             _, rewards, terminations, truncations, infos = envs.step(rng.integers(0, 4, 2))

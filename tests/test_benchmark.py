@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tyro
 
@@ -20,7 +20,7 @@ import sac_ddp
 from benchmark import plot, scaling
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES
-from runs import ROOT
+from runs import PATIENCE, ROOT, descendants, wait_until
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 RESULTS = ROOT / "benchmark" / "results"
@@ -101,24 +101,19 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
 
     work, results = tmp_path / "work", tmp_path / "results" / "tiny"
     process = start(long=True)
-    deadline = time.monotonic() + 60
     begun = [work / f"CartPole-v1__ppo_ddp-long__w1__s{seed}" / "metrics.csv" for seed in (1, 2)]
-    while not all(path.exists() and path.read_text().count("\n") > 3 for path in begun):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
+    family = descendants(process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     finished = {path.name: path.read_bytes() for path in results.iterdir()}
     assert sorted(finished) == [
         f"CartPole-v1__ppo_ddp__w1__s{seed}.{kind}" for seed in (1, 2) for kind in ("csv", "json")
     ]
-    time.sleep(3)  # what the killed one left has got its signal and reached a boundary
-    sizes = [path.stat().st_size for path in begun]
-    time.sleep(0.5)
-    assert sizes == [path.stat().st_size for path in begun], "a run outlived its runner"
+    assert len(family) == 3 and not psutil.wait_procs(family, timeout=60)[1], "a run outlived its runner"
 
     process = start(long=False)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "5 runs, 2 of them recorded" in output, output
     assert sum("done in" in line for line in output.splitlines()) == 3
     assert all((results / name).read_bytes() == content for name, content in finished.items())
@@ -135,20 +130,16 @@ def test_ctrl_c_ends_the_runs_and_the_next_start_goes_on(tmp_path):
     command = [sys.executable, "-c", TINY.replace("LONG", "True")]
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
     begun = [tmp_path / "work" / f"CartPole-v1__ppo_ddp-long__w1__s{seed}" / "metrics.csv" for seed in (1, 2)]
-    deadline = time.monotonic() + 60
-    while not all(path.exists() and path.read_text().count("\n") > 3 for path in begun):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
+    family = descendants(process)
     second = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
     assert second.returncode == 2 and "another benchmark.run is using it" in second.stdout
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and output.count(" ended in ") == 2, output
     assert "2 of 5 are recorded; the same command goes on" in output
     assert len(list((tmp_path / "results" / "tiny").iterdir())) == 4
-    sizes = [path.stat().st_size for path in begun]
-    time.sleep(0.5)
-    assert sizes == [path.stat().st_size for path in begun], "a run outlived its runner"
+    assert len(family) == 3 and not psutil.wait_procs(family, timeout=60)[1], "a run outlived its runner"
 
 
 def test_filter_dry_run_and_cores(tmp_path, capsys):

@@ -3,13 +3,14 @@
 import csv
 import os
 import random
+import re
 import signal
 import time
 
 import psutil
 import pytest
 
-from runs import Run, descendants, finish, start
+from runs import Run, descendants, finish, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"
 LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6 --check-sync-every 512"
@@ -22,20 +23,18 @@ LONG_REPLAY = f"{REPLAY} --total-timesteps 100000000 --eval-every 2000 --eval-ep
 def begin(script, world_size, flags, run_dir, launcher=True, rows=3, **env):
     """Start a run and wait until it has written some rows."""
     process = start(script, world_size, f"{flags} --run-dir {run_dir}", launcher, **env)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        if (run_dir / "metrics.csv").exists() and len((run_dir / "metrics.csv").read_text().splitlines()) > rows:
-            return process, descendants(process)
-        time.sleep(0.02)
-    process.kill()
-    raise AssertionError(f"the run did not get going: {process.communicate()}")
+    path = run_dir / "metrics.csv"
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > rows, process)
+    return process, descendants(process)
 
 
-def ended(process, family, run_dir, within=15.0) -> Run:
-    """Wait for the end; every process of the run must be gone within the time, and each row written must be whole."""
-    start_time = time.monotonic()
-    run = finish(process, run_dir, timeout=within)
-    _, alive = psutil.wait_procs(family, timeout=max(0.1, within - (time.monotonic() - start_time)))
+def ended(process, family, run_dir) -> Run:
+    """Wait for the end; every process of the run must be gone, and each row written must be whole.
+
+    On a quiet machine that takes a second or two, where nothing else is said; what hangs would do so for minutes.
+    """
+    run = finish(process, run_dir, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=10)
     for member in alive:
         member.kill()
     assert not alive, f"left: {alive}"
@@ -50,14 +49,14 @@ def ended(process, family, run_dir, within=15.0) -> Run:
     [
         ("ppo_ddp.py", SHORT, "agent.actor.bias"),
         ("ppg_ddp.py", f"{SHORT} {PHASES}", "agent.actor.bias"),
-        ("dqn_ddp.py", SHORT_REPLAY, "q_network.head.bias"),
+        ("dqn_ddp.py", SHORT_REPLAY, "q_network.head.2.bias"),
         ("sac_ddp.py", SHORT_REPLAY, "actor.layers.4.bias"),
     ],
 )
 def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
     """A parameter moved by 1e-7 on rank 1 ends the run with the tensor's name, the rank and the step, said once."""
     flags = f"{flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
-    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="parameter@1@6"), tmp_path, timeout=60)
+    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="parameter@1@6"), tmp_path)
     assert run.code == 1
     assert run.err.count("error: step ") == 1 and f"{name} on rank 1 differs from rank 0's" in run.err, run.err
 
@@ -68,7 +67,7 @@ def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
 def test_a_loss_outside_the_wrapper_is_caught(script, flags, said, tmp_path):
     """Without DDP around the loss the ranks part at the first update, and the check says so."""
     flags = f"{flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
-    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="bare@0@0"), tmp_path, timeout=60)
+    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="bare@0@0"), tmp_path)
     assert run.code == 1 and f"error: {said}" in run.err and "on rank 1 differs" in run.err, run.err
 
 
@@ -84,27 +83,27 @@ def test_a_crash_on_one_rank_shows_its_traceback(script, flags, at, tmp_path):
 
 def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     """After --timeout seconds each rank prints where it stands: one in its sleep, the other in the collective."""
-    flags = f"{LONG} --timeout 4"
-    process, family = begin("ppo_ddp.py", 2, flags, tmp_path, LOCKSTEP_FAULT="hang@1@40")
+    note = {"LOCKSTEP_FAULT": "hang@1@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs")}
+    process, family = begin("ppo_ddp.py", 2, f"{LONG} --timeout 15", tmp_path, **note)
     run = ended(process, family, tmp_path)
-    assert run.code == 1 and "rank 1: no boundary reached for --timeout 4 seconds" in run.err
+    assert run.code == 1 and "rank 1: no boundary reached for --timeout 15 seconds" in run.err
     assert "in faulty_gather" in run.err and "in train" in run.err
 
 
 @pytest.mark.parametrize("script, flags", [("ppo_ddp.py", SHORT), ("sac_ddp.py", f"{SHORT_REPLAY} --q-lr 1e38")])
 def test_divergence_is_said_once(script, flags, tmp_path):
     flags = f"{flags} {'' if script == 'sac_ddp.py' else '--learning-rate 1e38'} --run-dir {tmp_path / 'run'}"
-    run = finish(start(script, 2, flags, True, LOCKSTEP_DTYPE="float32"), tmp_path, timeout=60)
-    assert run.code == 1 and run.err.count("a loss is not finite; try ") == 1, run.err
+    run = finish(start(script, 2, flags, True, LOCKSTEP_DTYPE="float32"), tmp_path)
+    assert run.code == 1 and len(re.findall("not finite.*[:;] try ", run.err)) == 1, run.err
 
 
 def test_a_worker_that_dies_ends_the_run(tmp_path):
-    """One process, asynchronous environments, of which one is killed: a traceback and code 1, and nothing waits."""
+    """One process, asynchronous environments, of which one is killed: one line and code 1, and nothing waits."""
     process, family = begin("ppo_ddp.py", 1, f"{LONG} --vectorization async", tmp_path)
     min(psutil.Process(process.pid).children(), key=lambda child: child.pid).kill()  # the first environment's
     run = ended(process, family, tmp_path)
-    assert run.code == 1 and ("EOFError" in run.err or "BrokenPipeError" in run.err or "Reset" in run.err), run.err
-    assert "in close" not in run.err, run.err
+    assert run.code == 1 and "Traceback" not in run.err, run.err
+    assert run.err == "error: --vectorization async: the process of an environment ended; was it killed?\n"
 
 
 def test_an_exception_in_one_process_gives_code_1(tmp_path):
@@ -140,17 +139,19 @@ def test_two_ranks_stop_on_request(script, flags, tmp_path):
     assert run.code == 1 and run.model["global_step"] > 0 and "in train" not in run.err
 
 
-@pytest.mark.parametrize("signals, least, most", [(1, 9.5, 14), (2, 0, 5)])
-def test_a_run_that_reaches_no_boundary_is_ended(signals, least, most, tmp_path):
-    """While the main thread sleeps: ten seconds after the first request, or at once at the second."""
-    process, family = begin("ppo_ddp.py", 1, LONG, tmp_path, LOCKSTEP_FAULT="hang@0@40")
-    time.sleep(1)
+@pytest.mark.parametrize("signals, grace", [("one", 3), ("many", 1000)])
+def test_a_run_that_reaches_no_boundary_is_ended(signals, grace, tmp_path):
+    """While the main thread sleeps: some seconds after the first request and not sooner, or at a second one."""
+    note = {"LOCKSTEP_FAULT": "hang@0@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs"), "LOCKSTEP_GRACE": str(grace)}
+    process, family = begin("ppo_ddp.py", 1, LONG, tmp_path, **note)
+    wait_until((tmp_path / "hangs").exists, process)
     begun = time.monotonic()
-    for _ in range(signals):
+    process.send_signal(signal.SIGTERM)
+    while signals == "many" and process.poll() is None and time.monotonic() < begun + 60:
+        time.sleep(0.7)  # what comes within half a second is taken for the same request
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.7)
-    assert ended(process, family, tmp_path, within=most).code == 143
-    assert least < time.monotonic() - begun < most
+    assert ended(process, family, tmp_path).code == 143
+    assert signals == "many" or time.monotonic() - begun > grace
 
 
 @pytest.mark.slow
@@ -162,7 +163,7 @@ def test_fifty_short_runs_end_well(tmp_path):
     codes = []
     for number in range(100):
         run_dir, (script, flags) = tmp_path / str(number), runs[number % 4]
-        codes.append(finish(start(script, 2, f"{flags} --run-dir {run_dir}"), run_dir, timeout=60).code)
+        codes.append(finish(start(script, 2, f"{flags} --run-dir {run_dir}"), run_dir).code)
     assert codes == [0] * 100
 
 
@@ -185,7 +186,7 @@ def test_signals_at_random_moments(number, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raise", "kill"])
 def test_a_rank_lost_at_random_moments(kind, tmp_path):
-    """15 times: an exception or SIGKILL on one rank, at a random collective; nothing is left within 15 seconds."""
+    """15 times: an exception or SIGKILL on one rank, at a random collective; nothing is left."""
     chance = random.Random(kind)
     for trial in range(15):
         fault = f"{kind}@{trial % 2}@{chance.randint(20, 120)}"

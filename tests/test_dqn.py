@@ -34,16 +34,18 @@ def test_targets_by_hand():
 
 
 def test_dueling_values_by_hand():
-    """The state's value plus advantages less their mean; and acting in numpy is acting in torch."""
+    """The state's value plus advantages less their mean, each from a hidden layer of its own; and the same in numpy."""
     space = dqn_ddp.gym.spaces.Box(-1, 1, (3,), dqn_ddp.np.float32)
     for dueling in (False, True):
         network, obs = dqn_ddp.QNetwork(space, 4, False, dueling), torch.randn(6, 3)
         features = network.trunk(obs)
+        assert features.shape == (6, 120) and network.head[0].weight.shape == (84, 120)
         q = network.head(features)
         if dueling:
+            assert network.value_head[0].weight.shape == (84, 120) and network.value_head[2].weight.shape == (1, 84)
             q = network.value_head(features) + q - (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
         torch.testing.assert_close(network(obs), q)
-        assert network.numpy_greedy()(obs.numpy()).tolist() == q.argmax(1).tolist()
+        torch.testing.assert_close(torch.from_numpy(network.numpy_q()(obs.numpy())), q)
 
 
 def test_unequal_shares_give_the_gradient_of_the_whole(tmp_path):

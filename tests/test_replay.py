@@ -4,9 +4,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import common.arguments
 import common.replay
 from common.arguments import BadInput
 from common.replay import ReplayBuffer
@@ -142,12 +143,12 @@ def test_exponent_zero_is_uniform():
 
 def test_stacks_are_those_of_the_real_atari_environment():
     """Pong and Breakout, lost lives and resets among them: what is rebuilt is what the environment gave, by pixel."""
-    from common.environments import EpisodeStatistics, environment_seeds, make_envs, reset
+    from common.environments import TRAINING, EpisodeStatistics, make_envs
 
-    envs = make_envs("ALE/Breakout-v5", 2, (gym.spaces.Discrete,), life_loss=True)
+    envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=True)
     space, rng = envs.single_observation_space, np.random.default_rng(0)
     buffer = ReplayBuffer(240, 2, FakeWorld(0, 1), space, (), np.int64, stack=4)
-    obs, statistics, seen = reset(envs, environment_seeds(1, 0, range(2))), EpisodeStatistics(2), []
+    obs, statistics, seen = envs.start(), EpisodeStatistics(2), []
     buffer.start(obs)
     lives, games = 0, 0
     for _ in range(700):
@@ -184,7 +185,7 @@ def test_frequencies_follow_priorities():
     np.testing.assert_allclose(half.weights, (1e-6 / (half.indices + 1e-6)) ** 0.5, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), n_step=st.integers(1, 4), capacity=st.integers(4, 9), stack=st.sampled_from([1, 3]))
 def test_against_a_slow_reference(data, n_step, capacity, stack):
     """Every place that may be sampled, and only those, with n-step return, discount, stack and bootstrap observation.
@@ -252,7 +253,8 @@ def test_against_a_slow_reference(data, n_step, capacity, stack):
 
 
 def test_a_buffer_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(common.replay, "free_memory", lambda: 1e9)
+    for module in (common.arguments, common.replay):
+        monkeypatch.setattr(module, "free_memory", lambda: 1e9)
     atari = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     with pytest.raises(BadInput, match=r"--buffer-size 1000000: needs 7\.1 GB .*, of which 1\.0 GB are free"):
         ReplayBuffer(1_000_000, 8, FakeWorld(0, 1), atari, (), np.int64, stack=4)
