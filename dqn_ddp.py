@@ -378,7 +378,7 @@ def train(
     obs = envs.start()
     rb.start(obs)
     statistics = EpisodeStatistics(local_num_envs)
-    q_values = checked(q_network.numpy_q, network_q, obs)  # what acts
+    q_values = checked(q_network.numpy_q, network_q, obs, thorough=True)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     stats = torch.zeros(len(STATS), dtype=torch.float64, device=device)
     num_updates, update_time, eval_time, start_time = 0, 0.0, 0.0, time.perf_counter()

@@ -493,7 +493,8 @@ def train(
         truncated, final_obs = [], []
         numpy_policy = None  # what acts on vectors in the networks' place
         if not agent.trunk.image:
-            numpy_policy = checked(agent.numpy_policy, network_policy, normalized(next_obs))
+            inputs = normalized(next_obs)
+            numpy_policy = checked(agent.numpy_policy, network_policy, inputs, thorough=iteration == 1)
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
-from common.arguments import BadInput, crossed, flag, require, require_divisible
+from common.arguments import BadInput, Fault, crossed, flag, require, require_divisible
 from common.distributed import Diverged, World, launch
 from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, make_envs
 from common.evaluation import evaluate, evaluation_here
@@ -204,14 +204,24 @@ class Critics(nn.Module):
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
         super().__init__()
         twins = [mlp(obs_space.shape[0] + math.prod(action_space.shape), 1) for _ in range(2)]
-        pairs = list(zip(*(twin[::2] for twin in twins), strict=True))
-        self.weights = nn.ParameterList(torch.stack([layer.weight.T for layer in pair]) for pair in pairs)
-        self.biases = nn.ParameterList(torch.stack([layer.bias[None] for layer in pair]) for pair in pairs)
+        self.weights, self.biases, self.layers = nn.ParameterList(), nn.ParameterList(), nn.ModuleList()
+        for pair in zip(*twins, strict=True):
+            if isinstance(pair[0], nn.Linear):
+                self.weights.append(torch.stack([layer.weight.T for layer in pair]))
+                self.biases.append(torch.stack([layer.bias[None] for layer in pair]))
+            elif list(pair[0].parameters()):
+                raise Fault(f"Critics stacks Linear layers and takes others without parameters, not {pair[0]}.")
+            self.layers.append(nn.Identity() if isinstance(pair[0], nn.Linear) else pair[0])
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         x = torch.cat([obs.to(actions.dtype), actions], -1).expand(2, -1, -1)
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, x.relu() if i else x, weight)
+        stacked = zip(self.weights, self.biases, strict=True)
+        for layer in self.layers:
+            if isinstance(layer, nn.Identity):
+                weight, bias = next(stacked)
+                x = torch.baddbmm(bias, x, weight)
+            else:
+                x = layer(x)
         return x.squeeze(-1)
 
 
@@ -381,7 +391,7 @@ def train(
     rb.start(obs)
     statistics = EpisodeStatistics(local_num_envs)
     ones = np.ones((local_num_envs, d), torch.empty(0).numpy().dtype)
-    policy = checked(actor.numpy_policy, network_policy, obs, ones)  # what acts
+    policy = checked(actor.numpy_policy, network_policy, obs, ones, thorough=True)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     critic_stats = torch.zeros(len(CRITIC_STATS), dtype=torch.float64, device=device)
     actor_stats = torch.zeros(len(ACTOR_STATS), dtype=torch.float64, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+import torch
 from torch import nn
 
 from common.arguments import Fault
@@ -50,12 +51,31 @@ def relu(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, 0.0)
 
 
-def checked(make: Callable[[], Policy | None], networks: Policy, *inputs: np.ndarray) -> Policy:
-    """`make()`, which computes in numpy what `networks` computes in torch, if on `inputs` it does.
+def checked(make: Callable[[], Policy | None], networks: Policy, *inputs: np.ndarray, thorough: bool = False) -> Policy:
+    """`make()`, a module's method, which computes in numpy what `networks` computes in torch, if on `inputs` it does.
 
-    `networks` itself where `make()` is None. Raises `Fault` saying what to change where the two differ: after an edit
-    of the networks alone, a run would otherwise act with another policy than it learns. Roundings pass.
+    `networks` itself where `make()` is None. `thorough`: tried with other parameters too, which are then put back, so
+    that a bound or a squashing shows that does not bite yet. Raises `Fault` saying what to change where the two differ:
+    after an edit of the networks alone, a run would otherwise act with another policy than it learns. Roundings pass.
     """
+    if thorough:
+        parameters, generator = list(make.__self__.parameters()), torch.Generator().manual_seed(0)
+        kept = [parameter.detach().clone() for parameter in parameters]
+        draws = [torch.randn(p.shape, generator=generator) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 1) for p in kept]
+        for size in (1.0, -1.0, 8.0, -8.0):
+            set_values(parameters, [size * draw for draw in draws])
+            compare(make, networks, *inputs)
+        set_values(parameters, kept)
+    return compare(make, networks, *inputs)
+
+
+@torch.no_grad()
+def set_values(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+def compare(make: Callable[[], Policy | None], networks: Policy, *inputs: np.ndarray) -> Policy:
     name = make.__qualname__
     way = f"do in {name} what the networks do, or let it return None: then they act themselves, slower"
     try:

@@ -114,10 +114,12 @@ def test_both_phases_share_one_schedule(monkeypatch, tmp_path):
     np.testing.assert_allclose(aux, np.repeat(2e-3 * (1 - np.array([3, 7, 11]) / 12), 16))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_without_auxiliary_phases_it_is_ppo(world_size, tmp_path):
-    """`--aux-epochs 0` with PPO's flags: metrics and parameters bit for bit, on CartPole."""
-    flags = "--total-timesteps 2560 --save-model --eval-every 1000"
+@pytest.mark.parametrize(
+    "world_size, env", [(1, "Pendulum-v1 --norm-obs"), (2, "tests.envs:ShortCartPole-v0"), (1, "CartPole-v1")]
+)
+def test_without_auxiliary_phases_it_is_ppo(world_size, env, tmp_path):
+    """`--aux-epochs 0` with PPO's flags: metrics and parameters bit for bit, also where all episodes are truncated."""
+    flags = f"--env-id {env} --total-timesteps 2560 --save-model --eval-every 1000"
     ppo = ppo_ddp.Args()
     for name in ("learning_rate", "update_epochs", "adam_eps", "norm_adv", "gamma"):
         flags += f" --{name.replace('_', '-')} {getattr(ppo, name)}"
