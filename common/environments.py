@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import sys
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -122,11 +123,11 @@ def make_envs(
                 if "MinAtar/Breakout-v1" not in gym.registry:
                     register_envs()
             kwargs = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
-            wrappers = [alone, Unstick] if env_id.startswith("MinAtar/") else [alone]
+            wrappers = [partial(alone, seed=int(seeds[0])), *([Unstick] if env_id.startswith("MinAtar/") else [])]
             envs = gym.make_vec(
                 env_id, len(indices), vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=wrappers
             )
-    except (gym.error.Error, ImportError, FileNotFoundError) as error:
+    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
         reason = " ".join(str(error).split())
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
@@ -168,15 +169,14 @@ def atari_hint(env_id: str) -> str:
     return f" Here it is ALE/{game}-v5." if f"ALE/{game}-v5" in gym.registry and "/" not in game else ""
 
 
-def alone(env: gym.Env) -> gym.Env:
-    """In a worker process of an asynchronous environment: Ctrl-C spares it, it never outlives its rank, and its
-    libraries are seeded for itself."""
+def alone(env: gym.Env, seed: int) -> gym.Env:
+    """In a worker process: Ctrl-C spares it, it never outlives its rank, and libraries are seeded for it alone."""
     name, _, index = multiprocessing.current_process().name.partition("-")
     if name == "Worker<AsyncVectorEnv>":
         os.setsid()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        seed_libraries(random.getrandbits(31) + int(index))  # what was inherited is the same in every worker
+        seed_libraries(seed + int(index))
     return env
 
 

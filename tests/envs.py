@@ -1,6 +1,7 @@
 """Environments of the tests' own, made by `tests.envs:NAME`, as a user's are."""
 
 import os
+import random
 import time
 
 import gymnasium as gym
@@ -44,6 +45,31 @@ class NoisyPendulum(PendulumEnv):
     def step(self, action):
         obs, _, terminated, truncated, info = super().step(action)
         return obs, float(self.np_random.normal()), terminated, truncated, info
+
+
+class LibraryCartPole(CartPoleEnv):
+    """Rewards are drawn from Python's and numpy's global generators, not from its own."""
+
+    def step(self, action):
+        obs, _, terminated, truncated, info = super().step(action)
+        return obs, random.random() + np.random.random(), terminated, truncated, info
+
+
+class FaultyPendulum(PendulumEnv):
+    """Gives a number that is not finite, `value`, as its reward, observation or last observation, at its 7th step."""
+
+    def __init__(self, where, value):
+        super().__init__()
+        self.where, self.value, self.time = where, value, 0
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        self.time += 1
+        if self.time == 7 and self.where == "reward":
+            reward = self.value
+        if self.time == 7 and self.where in ("observation", "last"):
+            obs[1] = self.value
+        return obs, reward, terminated, truncated or (self.time == 7 and self.where == "last"), info
 
 
 class SlowCartPole(CartPoleEnv):
@@ -118,6 +144,11 @@ choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
 gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
 gym.register("NoisyPendulum-v0", NoisyPendulum, max_episode_steps=10)
+gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)
+for where in ("reward", "observation", "last"):
+    for value in ("nan", "inf"):
+        kwargs = {"where": where, "value": float(value)}
+        gym.register(f"Pendulum-{where}-{value}-v0", FaultyPendulum, max_episode_steps=50, kwargs=kwargs)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
@@ -127,6 +158,9 @@ for name, spaces in {
     "DictObs": (gym.spaces.Dict(x=vector), choice),
     "TupleObs": (gym.spaces.Tuple([vector]), choice),
     "MatrixObs": (gym.spaces.Box(-1, 1, (3, 3), np.float32), choice),
+    "ChannelsFirst": (gym.spaces.Box(0, 255, (4, 80, 80), np.uint8), choice),
+    "OneChannelFirst": (gym.spaces.Box(0, 255, (1, 64, 64), np.uint8), choice),
+    "HugeBox": (vector, gym.spaces.Box(-1e30, 1e30, (2,), np.float32)),
     "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 2), np.float32), choice),
     "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
     "OpenBox": (vector, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)),

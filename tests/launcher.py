@@ -1,11 +1,13 @@
 """Runs a script in float64 and, if asked, with a fault on one rank: `python launcher.py SCRIPT ...`.
 
 Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@GATHER: at that rank's so-manieth gather),
-LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end).
+LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end),
+LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk).
 """
 
 import importlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -15,6 +17,9 @@ import torch
 from common import distributed
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
+
+
+NETWORKS = (*FIRST_NETWORK, "Critics")
 
 
 def perturb(module, rank: int, after: int, kind: str) -> None:
@@ -28,7 +33,7 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
         if here and count == after:
             if kind == "raise":
                 raise ZeroDivisionError("a fault on purpose")
-            if kind == "kill":
+            if kind == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "hang":
                 open(os.environ["LOCKSTEP_NOTE"], "w").close()
@@ -50,6 +55,16 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
             networks.append(self)
 
         network.__init__ = keep
+    if kind == "start" and here:  # as where another kind of processor rounds the first parameters otherwise
+        for network in (getattr(module, name) for name in NETWORKS if hasattr(module, name)):
+
+            def rounded(self, *args, init=network.__init__, **kwargs):
+                init(self, *args, **kwargs)
+                with torch.no_grad():
+                    for parameter in self.parameters():
+                        parameter *= 1 + 1e-6
+
+            network.__init__ = rounded
     if kind == "refuse" and here:
 
         def refuse(*args, **kwargs):
@@ -64,6 +79,8 @@ def main(words: list[str]) -> None:
     torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
     script = importlib.import_module(words[0].removesuffix(".py"))
     sys.argv = words
+    if "LOCKSTEP_FSIZE" in os.environ:
+        resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(os.environ["LOCKSTEP_FSIZE"]),))
     distributed.GRACE = float(os.environ.get("LOCKSTEP_GRACE", distributed.GRACE))
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")

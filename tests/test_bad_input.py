@@ -5,9 +5,10 @@ import re
 
 import pytest
 
+import common.arguments
 import ppg_ddp
 import ppo_ddp
-from common.arguments import BadInput, crossed, require_divisible
+from common.arguments import BadInput, crossed, parse, require_divisible
 from runs import ROOT, finish, start
 
 NAN = math.nan
@@ -79,6 +80,10 @@ def test_periods_happen_at_or_past_each_multiple():
         ("--env-id ALE/NoSuchGame-v5", "--env-id ALE/NoSuchGame-v5"),
         ("--env-id tests.envs:DiscreteObs-v0", "observation space Discrete"),
         ("--env-id tests.envs:DictObs-v0", "observation space Dict"),
+        ("--env-id tests.envs:DictObs-v0", "gymnasium.wrappers.FlattenObservation makes a vector of it."),
+        ("--env-id tests.envs:ChannelsFirst-v0", "looks channels-first, and images are read as (height, width"),
+        ("--env-id tests.envs:OneChannelFirst-v0", "turn them by gymnasium.wrappers.TransformObservation"),
+        ("--env-id Breakout-v9", "Here it is ALE/Breakout-v5."),
         ("--env-id tests.envs:TupleObs-v0", "observation space Tuple"),
         ("--env-id tests.envs:MatrixObs-v0", "observation space Box"),
         ("--env-id tests.envs:MultiDiscrete-v0", "action space MultiDiscrete"),
@@ -94,6 +99,39 @@ def test_what_main_refuses(flags, needed, tmp_path, monkeypatch):
     with pytest.raises(BadInput, match=re.escape(needed)) as caught:
         ppo_ddp.main(args)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", ["--norm-obs True", "--norm_obs false", "--norm-obs=1", "--no-cuda 1 --cuda yes"])
+def test_a_switch_takes_no_value(words):
+    with pytest.raises(BadInput, match=r"--(norm-obs|cuda) \w+: takes no value; write --(\S+) or --no-\2\."):
+        parse(ppo_ddp.Args, words.split())
+    assert parse(ppo_ddp.Args, ["--norm-obs", "--seed", "1"]).norm_obs
+
+
+def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):
+    """Iterations of 10**9 steps, and a policy phase of as many, by the size they need; before anything is made."""
+    monkeypatch.setattr(common.arguments, "free_memory", lambda: 8e9)
+    big = {"total_timesteps": 10**12, "run_dir": str(tmp_path / "run")}
+    for module, settings in ((ppo_ddp, {"num_steps": 10**9}), (ppg_ddp, {"num_steps": 1024, "n_pi": 10**6})):
+        with pytest.raises(
+            BadInput, match=r"--num-steps \d+: needs [\d.]+ GB on this machine, of which 8\.0 GB are free"
+        ):
+            module.main(module.Args(**big | settings))
+    ppo_ddp.main(ppo_ddp.Args(total_timesteps=512, eval_every=0, run_dir=str(tmp_path / "small")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    for module in (ppo_ddp, ppg_ddp):
+        with pytest.raises(BadInput, match="--compile: needs a C..+ compiler: install"):
+            module.main(module.Args(compile=True, run_dir=str(tmp_path / "run")))
+
+
+def test_a_rom_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALE_ROMS_DIR", str(tmp_path))
+    with pytest.raises(BadInput, match="--env-id ALE/Pong-v5: .*pong.bin"):
+        ppo_ddp.main(ppo_ddp.Args(env_id="ALE/Pong-v5", run_dir=str(tmp_path / "run")))
 
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
@@ -172,7 +210,8 @@ def test_a_refusal_leaves_a_users_directory_alone(tmp_path, monkeypatch):
 
 
 def test_plain_python_exits_with_2(tmp_path):
-    for flags, message in (("--gamma nan", "--gamma nan"), ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0")):
+    said = {"--gamma nan": "--gamma nan", "--env-id NoSuchEnv-v0": "--env-id NoSuchEnv-v0"}
+    for flags, message in (said | {"--env-id PongNoFrameskip-v4": "Here it is ALE/Pong-v5."}).items():
         run = finish(start("ppg_ddp.py", 1, flags, cwd=tmp_path), tmp_path)
         assert run.code == 2 and message in run.err + run.out and "Traceback" not in run.err
     assert not list(tmp_path.iterdir())

@@ -6,10 +6,18 @@ import random
 import re
 import signal
 import time
+from types import SimpleNamespace
 
+import gymnasium as gym
+import numpy as np
 import psutil
 import pytest
 
+import ppo_ddp
+import sac_ddp
+from common.arguments import Fault
+from common.environments import EVALUATION, make_envs
+from common.evaluation import evaluate
 from runs import Run, descendants, finish, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"
@@ -79,6 +87,42 @@ def test_a_crash_on_one_rank_shows_its_traceback(script, flags, at, tmp_path):
     assert run.code == 1 and "ZeroDivisionError: a fault on purpose" in run.err
     assert "rank 0: stopped, because another rank ended." in run.err
     assert "Connection closed by peer" not in run.err
+    assert re.search(r"Root Cause[^\n]*\n(?:[^\n]*\n){3} +rank +: 1 ", run.err), "the waiting rank is blamed"
+
+
+def test_a_restarted_attempt_trains(tmp_path):
+    """torchrun --max-restarts: one rank is killed, both start again, meet, and train to the end in a new directory."""
+    fault = {"LOCKSTEP_FAULT": "kill@1@20", "PET_MAX_RESTARTS": "1"}
+    run = finish(start("ppo_ddp.py", 2, f"{SHORT} --timeout 60", True, cwd=tmp_path, **fault), tmp_path)
+    assert run.code == 0, run.err
+    lengths = sorted(len(path.read_text().splitlines()) for path in tmp_path.glob("runs/*/metrics.csv"))
+    assert len(lengths) == 2 and 1 <= lengths[0] < lengths[1] == 1 + 4096 // 64 + 4
+
+
+@pytest.mark.parametrize("where", ["reward", "observation", "last"])
+@pytest.mark.parametrize("module", [ppo_ddp, sac_ddp])
+def test_what_is_not_finite_is_named_where_it_arises(module, where, tmp_path):
+    """Environment and step, before it reaches a network; in training and in evaluation."""
+    value = "nan" if where == "observation" else "inf"
+    args = {
+        "env_id": f"tests.envs:Pendulum-{where}-{value}-v0",
+        "total_timesteps": 8192,
+        "run_dir": str(tmp_path / "a"),
+    }
+    what = {"reward": "a reward", "observation": "an observation", "last": "its last observation"}[where]
+    with pytest.raises(Fault, match=rf"^environment 0, its step 7: {what} is not finite \({value}\)\.$"):
+        module.main(module.Args(**args))
+    envs = make_envs(args["env_id"], 1, EVALUATION, range(3, 9, 2), (gym.spaces.Box,))
+    with pytest.raises(Fault, match="^evaluation episode 3, its step 7: "):
+        evaluate(lambda obs: np.zeros((3, 1), np.float32), envs, 9, SimpleNamespace(rank=3, world_size=2))
+    envs.close()
+
+
+def test_a_rank_that_is_alone_with_a_number_that_is_not_finite_says_it(tmp_path):
+    """Said once, with the environment's global index, and the other rank ends too."""
+    flags = f"--env-id tests.envs:Pendulum-reward-nan-v0 {LONG} --run-dir {tmp_path / 'run'}"
+    run = finish(start("ppo_ddp.py", 2, flags), tmp_path)
+    assert run.code == 1 and len(re.findall(r"environment \d, its step 7: a reward is not finite", run.err)) == 1
 
 
 def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):

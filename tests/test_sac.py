@@ -214,7 +214,9 @@ def test_a_value_that_cannot_work_is_refused_by_its_flag(field, value):
         sac_ddp.Args(**{field: value})
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "tests.envs:OpenBox-v0", "tests.envs:ImageBox-v0"])
+@pytest.mark.parametrize(
+    "env_id", ["CartPole-v1", "tests.envs:OpenBox-v0", "tests.envs:HugeBox-v0", "tests.envs:ImageBox-v0"]
+)
 def test_a_space_that_does_not_fit_is_refused(env_id, tmp_path):
     with pytest.raises(BadInput, match="--env-id.*(action space|image)"):
         sac_ddp.main(sac_ddp.Args(env_id=env_id, cuda=False, run_dir=str(tmp_path / "run")))
