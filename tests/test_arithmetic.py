@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
+import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 from common import evaluation
@@ -314,7 +315,7 @@ def test_atari_returns_are_whole_unclipped_games(life_loss):
 
 
 def test_both_trunks_read_images_of_any_layout(float64):
-    """uint8 is divided by 255, and a channels-first image gives what its channels-last transpose gives."""
+    """Whole-number pixels are divided by the space's largest; channels-first gives what its transpose gives."""
     first = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     last = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
     agent_first = ppo_ddp.Agent(first, DISCRETE, channels_first=True)
@@ -328,4 +329,10 @@ def test_both_trunks_read_images_of_any_layout(float64):
     assert features.shape == (3, 512)
     small = ppo_ddp.Agent(gym.spaces.Box(0, 1, (10, 10, 6), np.bool_), DISCRETE, channels_first=False)
     assert [tuple(p.shape) for p in small.trunk.parameters()] == [(16, 6, 3, 3), (16,), (128, 1024), (128,)]
+    for module in (ppo_ddp, ppg_ddp, dqn_ddp):
+        for high, dtype, scale in ((1, np.uint8, 1.0), (7, np.uint8, 7.0), (9, np.int64, 9.0), (9, np.float32, 1.0)):
+            trunk = module.Trunk(gym.spaces.Box(0, high, (10, 10, 6), dtype), False)
+            obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 10, 10, 6)).astype(dtype))
+            expected = trunk.layers(obs.permute(0, 3, 1, 2).double() / scale)
+            torch.testing.assert_close(trunk(obs), expected)
     assert small.value_trunk is None and small.trunk(torch.ones(2, 10, 10, 6, dtype=torch.bool)).shape == (2, 128)

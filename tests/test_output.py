@@ -18,7 +18,9 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from runs import PATIENCE, ROOT, finish, run, start
+from common.distributed import World
+from common.logger import Logger
+from runs import PATIENCE, ROOT, finish, run, start, wait_until
 
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py")
 ALL = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
@@ -27,11 +29,11 @@ REPLAY = "--learning-starts 900 --batch-size 16 --total-timesteps 1202 --eval-ev
 REPLAY += " --log-every 200"
 
 
-def wandb_history(path: Path) -> list[dict]:
-    """The history rows of an offline run: a LevelDB-style log (7-byte file header, 32 KiB blocks) of `Record`s."""
+def wandb_records(path: Path) -> list:
+    """The records of an offline run: a LevelDB-style log (7-byte file header, 32 KiB blocks)."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, record, rows = path.read_bytes(), 7, b"", []
+    data, at, record, records = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # a block's tail too short for a header
             at += 32768 - at % 32768
@@ -40,13 +42,10 @@ def wandb_history(path: Path) -> list[dict]:
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or last part
-            parsed = wandb_internal_pb2.Record()
-            parsed.ParseFromString(record)
-            if parsed.WhichOneof("record_type") == "history":
-                items = parsed.history.item
-                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+            records.append(wandb_internal_pb2.Record())
+            records[-1].ParseFromString(record)
             record = b""
-    return rows
+    return records
 
 
 @pytest.mark.parametrize("script, flags, rows", [("ppo_ddp.py", SHORT, 16 + 2), ("sac_ddp.py", REPLAY, 6 + 3)])
@@ -56,7 +55,13 @@ def test_wandb_holds_what_metrics_csv_holds(script, flags, rows, tmp_path):
     result = finish(start(script, 2, flags, cwd=tmp_path, WANDB_MODE="offline"), tmp_path / "run")
     assert result.code == 0, result.err
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    history = wandb_history(file)
+    records = wandb_records(file)
+    history = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in history]
+    about = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    config = {item.key: json.loads(item.value_json) for item in about.config.update}
+    assert config["num_envs"] == 4 and config["world_size"] == 2 and "args" not in config
+    assert about.run_group.endswith(f"__{script[:-3]}") and set(about.tags) == {script[:-3], "processes-2"}
     with open(tmp_path / "run" / "metrics.csv", newline="") as csv_file:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(csv_file)]
     assert len(history) == len(rows) == number
@@ -131,6 +136,96 @@ def test_the_run_directory_of_replay_scripts(script, tmp_path):
         networks = {"actor": actor, "critics": critics, "critics_target": critics}
     for name, network in networks.items():
         network.load_state_dict(model[name])  # no `module.` prefixes
+
+
+@pytest.mark.parametrize("module", ALL.values())
+def test_speed_does_not_count_evaluation(module, tmp_path):
+    """time/SPS: transitions by the seconds that were not evaluation's."""
+    sizes = (
+        {"learning_starts": 100, "log_every": 128, "train_frequency": 8}
+        if hasattr(module.Args, "learning_starts")
+        else {"num_steps": 32}
+    )
+    sizes |= {"n_pi": 4} if module is ppg_ddp else {}
+    module.main(module.Args(total_timesteps=512, eval_every=128, cuda=False, run_dir=str(tmp_path / "a"), **sizes))
+    with open(tmp_path / "a" / "metrics.csv", newline="") as file:
+        evaluations, checked = 0.0, 0
+        for row in csv.DictReader(file):
+            evaluations += float(row["time/eval"] or 0)
+            if row["time/SPS"] and evaluations:
+                seconds = int(row["global_step"]) / float(row["time/SPS"])
+                assert seconds == pytest.approx(float(row["time/wall"]) - evaluations, rel=1e-3, abs=1e-3)
+                checked += evaluations > 0.01
+    assert checked == 3
+
+
+@pytest.mark.parametrize("size, written", [(200, "config.json"), (5000, "metrics.csv"), (20000, "model.pt")])
+def test_a_full_disk_is_one_line_and_loses_nothing(size, written, tmp_path):
+    """At the start nothing stays; a row is whole or absent, and ends the run; a model is whole or absent."""
+    flags = "--num-steps 16 --save-model --eval-every 0 --total-timesteps "
+    flags += f"{64 * 1000 if written == 'metrics.csv' else 64 * 4} --run-dir {tmp_path / 'new' / 'run'}"
+    result = finish(start("ppo_ddp.py", 1, flags, True, LOCKSTEP_FSIZE=str(size)), tmp_path / "new" / "run")
+    assert result.err.count("error: ") == result.err.count("\n") == 1 and "File too large" in result.err, result.err
+    assert str(tmp_path / "new" / "run") in result.err
+    if written == "config.json":
+        assert result.code == 2 and list(tmp_path.iterdir()) == []
+        return
+    assert result.code == 1 and str(result.dir / written) in result.err
+    assert sorted(path.name for path in result.dir.iterdir()) == ["config.json", "metrics.csv"]
+    lines = (result.dir / "metrics.csv").read_text().split("\n")
+    assert lines[-1] == "" and len({line.count(",") for line in lines[:-1]}) == 1 and len(lines) > 4
+    assert json.loads((result.dir / "config.json").read_text())["args"]["num_steps"] == 16
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_a_vanished_directory_ends_the_run(how, tmp_path):
+    """At the next row, in one line with the path; what was moved away stays whole."""
+    path = tmp_path / "run" / "metrics.csv"
+    process = start("ppo_ddp.py", 1, f"--total-timesteps 100000000 --eval-every 0 --run-dir {tmp_path / 'run'}")
+    wait_until(lambda: path.exists() and path.read_text().count("\n") > 2, process)
+    shutil.rmtree(tmp_path / "run") if how == "deleted" else (tmp_path / "run").rename(tmp_path / "there")
+    result = finish(process, tmp_path / "run")
+    assert result.code == 1 and result.err.count("\n") == 1, result.err
+    assert f"error: {path}: cannot be written (No such file or directory)" in result.err
+    assert not (tmp_path / "run").exists()
+    assert how == "deleted" or (tmp_path / "there" / "metrics.csv").read_text().endswith("\n")
+
+
+def test_a_run_that_does_not_start_leaves_nothing(tmp_path, monkeypatch):
+    """A fault before the first row: neither files nor the folders made for them, and the same command may try again."""
+    monkeypatch.setattr(ppo_ddp, "compute_gae", lambda *_: 1 / 0)
+    args = ppo_ddp.Args(total_timesteps=512, eval_every=0, run_dir=str(tmp_path / "a" / "b"))
+    with pytest.raises(ZeroDivisionError):
+        ppo_ddp.main(args)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "notes").write_text("mine")
+    with pytest.raises(ZeroDivisionError):
+        ppo_ddp.main(args)
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["notes"]
+    monkeypatch.undo()
+    ppo_ddp.main(args)
+    assert (tmp_path / "a" / "b" / "metrics.csv").read_text().count("\n") == 2
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("common.logger.time.strftime", lambda _: "20260101-000000")
+    for _ in range(3):
+        ppo_ddp.main(ppo_ddp.Args(total_timesteps=512, eval_every=0))
+    name = "CartPole-v1__ppo_ddp__1__20260101-000000"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [name, f"{name}-2", f"{name}-3"]
+
+
+def test_the_time_left_is_that_of_learning(tmp_path, capsys):
+    """Nothing is said before the first loss; then the rate since then counts, not that of random actions before."""
+    args = dqn_ddp.Args(total_timesteps=20_000, run_dir=str(tmp_path / "run"))
+    with Logger(args, "dqn_ddp.py", dqn_ddp.COLUMNS, World(cuda=False)) as logger:
+        for step, rest in ((9_000, {}), (10_000, {"losses/td_loss": 1.0}), (11_000, {"losses/td_loss": 1.0})):
+            logger.learning = logger.learning and (10_000, logger.learning[1] - 60)  # a minute for 1,000 transitions
+            logger.log({"global_step": step, "eval/episodic_return": 1.0, "time/SPS": 50_000.0} | rest)
+    _, before, first, later = capsys.readouterr().out.strip().split("\n")
+    assert "left" not in before + first and "0:09:00 left" in later
 
 
 def test_the_default_directory_names_the_run(tmp_path):

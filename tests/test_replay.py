@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import common.arguments
 import common.replay
-from common.arguments import BadInput
+from common.arguments import BadInput, Fault
 from common.replay import ReplayBuffer
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -250,6 +250,33 @@ def test_against_a_slow_reference(data, n_step, capacity, stack):
             )
             if discount:
                 assert batch.next_obs[i].flatten().tolist() == after
+
+
+def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_memory(monkeypatch):
+    """Of truncated episodes, by place; when at this rate they would outgrow the memory, the run ends with the flag."""
+
+    def filled(steps):
+        buffer, n = ReplayBuffer(8_000, 4, FakeWorld(0, 1), VECTOR, (), np.int64), 4
+        buffer.start(np.zeros((n, 2)))
+        for step in range(steps):
+            truncations, infos = np.arange(n) < 2, {"final_obs": np.full((n, 2), float(step))}
+            no = np.zeros(n, bool)
+            buffer.add(np.zeros(n, np.int64), np.ones(n), no, truncations, np.zeros((n, 2)), infos, truncations)
+        return buffer
+
+    buffer = filled(5_000)
+    assert sorted(buffer.final_obs) == [env * 2_000 + place for env in (0, 1) for place in range(2_000)]
+    assert all(buffer.final_obs[place][0] == 4_000 + place for place in range(1_000))
+    need = 8_000 * 36 + 16 * 4_000
+    filled(600)
+    for free, fits in ((1.1 * need, True), (0.6 * need, False)):
+        monkeypatch.setattr(common.replay, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(common.arguments, "free_memory", lambda: 1e12)
+        if fits:
+            filled(600)
+        else:
+            with pytest.raises(Fault, match="--buffer-size: .*last observations of truncated episodes will take"):
+                filled(600)
 
 
 def test_a_buffer_that_does_not_fit_is_refused(monkeypatch):
