@@ -140,15 +140,15 @@ WORKS = {
     7: {"peer": peer_start, "ours": our_start},
 }
 RATIOS = {
-    1: [("ours", "peer", "must 2.0, goal 2.7"), ("ours, --compile", "peer", "goal 2.7")],
+    1: [("ours", "peer", "at least 2.0, better 2.7"), ("ours, --compile", "peer", "better 2.7")],
     2: [
-        ("2 ranks, 4 envs each", "1 rank, 4 envs, DDP", "must 0.85, goal 1.7"),
-        ("2 ranks, 4 envs each", "1 rank, 8 envs", "reported, goal 1.1"),
+        ("2 ranks, 4 envs each", "1 rank, 4 envs, DDP", "at least 0.85, better 1.7"),
+        ("2 ranks, 4 envs each", "1 rank, 8 envs", "better 1.1"),
     ],
-    3: [("ours t1", "peer t1", "must 1.2, goal 1.5"), ("ours t2", "peer t2", "must 1.3, goal 1.6")],
-    4: [("2 ranks of 8 envs", "1 rank of 8 envs", "must 1.7, goal 1.9")],
-    5: [("ours", "peer", "must 2.1, goal 2.7")],
-    6: [("ours t1", "peer t1", "must 1.1, goal 1.6"), ("ours t2", "peer t2", "must 1.15, goal 1.6")],
+    3: [("ours t1", "peer t1", "at least 1.2, better 1.5"), ("ours t2", "peer t2", "at least 1.3, better 1.6")],
+    4: [("2 ranks of 8 envs", "1 rank of 8 envs", "at least 1.7, better 1.9")],
+    5: [("ours", "peer", "at least 2.1, better 2.7")],
+    6: [("ours t1", "peer t1", "at least 1.1, better 1.6"), ("ours t2", "peer t2", "at least 1.15, better 1.6")],
 }
 NAMES = {
     1: "PPO CartPole",
@@ -166,7 +166,7 @@ def replay_memory() -> None:
     flags = "--env-id ALE/Pong-v5 --num-envs 8 --buffer-size 1000000 --learning-starts 999992 --log-every 100000"
     flags += " --end-e 1"
     memory = ours("dqn_ddp.py", f"{flags} --total-timesteps 1000000", 1, 2).memory
-    print(f"\nrow 8: a million Atari transitions\n  {memory / 1000:.2f} GB in all (must 7.5)", flush=True)
+    print(f"\nrow 8: a million Atari transitions\n  {memory / 1000:.2f} GB in all (at most 7.5)", flush=True)
 
 
 def replay_latency(repetitions: int) -> None:
@@ -195,7 +195,7 @@ def replay_latency(repetitions: int) -> None:
             rb.update_priorities(data.indices, data.rewards)
             times["sample"].append(middle - start)
             times["update"].append(time.perf_counter() - middle)
-    print("\nrow 9: 128 of a million, by priority (must 0.3, goal 0.1)")
+    print("\nrow 9: 128 of a million, by priority (at most 0.3, better 0.1)")
     for name, values in times.items():
         print(f"  {name:22}{1000 * statistics.median(values):.3f} ms", flush=True)
 
