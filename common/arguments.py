@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-import shutil
+import subprocess
 import sys
 from typing import Any
 
@@ -51,7 +52,8 @@ def require_divisible(flag: str, value: int, divisor: int, divisor_name: str) ->
 def require_divisor(flag: str, value: int, size: int, size_name: str) -> None:
     """Raise `BadInput` with the nearest valid values unless `value` divides `size`."""
     if size % value:
-        valid = [d for d in range(1, size + 1) if size % d == 0]
+        small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+        valid = [*small, *(size // d for d in reversed(small))]  # ascending
         nearest = [d for d in valid if d < value][-1:] + [d for d in valid if d > value][:1]
         raise BadInput(f"{flag} {value}: must divide {size_name} ({size}), such as {' or '.join(map(str, nearest))}.")
 
@@ -67,8 +69,11 @@ def require_memory(flag: str, value: object, nbytes: float, processes: int, smal
 def require_compiler() -> None:
     """Raise `BadInput` (--compile) where torch would not find its C++ compiler; its own answer is 80 lines long."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if not shutil.which(compiler):
-        raise BadInput(f"--compile: needs a C++ compiler: install {compiler}, or leave it off (--no-compile).")
+    try:
+        subprocess.run([compiler, "--version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        needed = f"a C++ compiler that runs: install {compiler}, or leave it off (--no-compile)"
+        raise BadInput(f"--compile: needs {needed}.") from error
 
 
 def free_memory() -> float:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import connection
 from typing import Any
 
@@ -52,6 +52,10 @@ class World:
     """
 
     def __init__(self, cuda: bool = True) -> None:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing and not set(names[:2]) <= set(missing):
+            raise BadInput(f"RANK or WORLD_SIZE is set, but not {' and '.join(missing)}: unset it, or use torchrun.")
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -223,8 +227,9 @@ def end_now(code: int) -> None:
     """End this process and its children without unwinding. Rows already written are flushed, so nothing is lost."""
     for child in multiprocessing.active_children():
         child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):  # nobody reads it, or it was closed
+            stream.flush()
     os._exit(code)
 
 

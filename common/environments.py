@@ -17,9 +17,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWrapper
 
-from common.arguments import BadInput, Fault
+from common.arguments import BadInput, Fault, require_memory
 
 TRAINING, EVALUATION = 0, 1  # seed domains
+SMALLEST = 5_000  # bytes that an environment takes at least
 
 
 def environment_seeds(seed: int, domain: int, indices: range) -> np.ndarray:
@@ -94,6 +95,8 @@ def make_envs(
     on) concern Atari alone. Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no
     script can use.
     """
+    flag, processes = "--num-envs" if domain == TRAINING else "--eval-episodes", os.environ.get("LOCAL_WORLD_SIZE", 1)
+    require_memory(flag, len(indices), SMALLEST * len(indices), int(processes))
     same_step, seeds = AutoresetMode.SAME_STEP, environment_seeds(seed, domain, indices)
     seed_libraries(int(seeds[0]))
     if len(indices) > 1000 and os.environ.get("RANK", "0") == "0":

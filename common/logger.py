@@ -52,7 +52,7 @@ class Logger:
             write_whole(self.dir / "config.json", (json.dumps(record, indent=2) + "\n").encode())
             self._write(self.columns)
             if args.track:
-                self.wandb = self._start_wandb(args, script, environment)
+                self.wandb = self._start_wandb(args, file, environment)
         except FileExistsError as error:
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory.") from error
         except (OSError, Fault) as error:
@@ -95,7 +95,8 @@ class Logger:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
-    def _start_wandb(self, args: Any, script: str, environment: dict) -> Any:
+    def _start_wandb(self, args: Any, file: str, environment: dict) -> Any:
+        script = Path(file).stem
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -108,11 +109,19 @@ class Logger:
                 group=f"{args.env_id}__{script}",  # the seeds of one experiment
                 tags=[script, f"processes-{environment['world_size']}"],
                 config=dataclasses.asdict(args) | environment,
-                save_code=True,
             )
-        except wandb.errors.UsageError as error:
-            raise BadInput("--track: not logged in to wandb; run `wandb login`, or set WANDB_MODE=offline.") from error
+        except Exception as error:  # wandb's own, and those of its settings
+            reason = " ".join(str(error).split())[:200]
+            if "log in" in reason or "login" in reason:
+                reason = "not logged in to wandb"
+            if "project name" in reason:
+                raise BadInput(f"--wandb-project-name {args.wandb_project_name}: {reason}.") from error
+            raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
         run.define_metric("*", step_metric="global_step")
+        source = wandb.Artifact(f"source-{script}", type="source")
+        for path in (Path(file), *Path(__file__).parent.glob("*.py")):
+            source.add_file(str(path), name="/".join(path.absolute().parts[-1 if path == Path(file) else -2 :]))
+        run.log_artifact(source)
         return run
 
     def log(self, row: dict[str, float | int]) -> None:
@@ -134,17 +143,18 @@ class Logger:
         """Append one line to metrics.csv: all of it, or none and a `Fault`."""
         line, length = (",".join(cells) + "\n").encode(), self.file.tell()
         try:
-            if not os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno())):
-                raise FileNotFoundError(0, "it was replaced by another file")
+            there = os.stat(self.path)
+            if not os.path.samestat(there, os.fstat(self.file.fileno())) or there.st_size != length:
+                raise OSError(0, "another program has changed it")
             if self.file.write(line) != len(line):  # there was room for a part
                 self.file.write(line)  # raises the reason
                 raise OSError(0, "the disk is full")
         except OSError as error:
-            self.file.truncate(length)
+            self.file.truncate(min(length, os.fstat(self.file.fileno()).st_size))
             raise Fault(f"{self.path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
 
     def _print(self, evaluation: bool) -> None:
-        terminal, now = sys.stdout.isatty(), time.perf_counter()
+        terminal, now = is_terminal(), time.perf_counter()
         if not evaluation and now - self.last_line < (0.2 if terminal else 10.0):
             return
         step, sps = self.latest["global_step"], self.latest.get("time/SPS", 0.0)
@@ -163,8 +173,10 @@ class Logger:
     def note(self, text: str, end: str = "\n") -> None:
         """Print one plain line, if the console takes it: a full disk behind it is no reason to stop learning."""
         if self.enabled:
-            with contextlib.suppress(OSError):
+            try:
                 print(text, end=end, flush=True)
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def save(self, model: dict[str, Any]) -> None:
         """Write `model`, tensors (moved to the CPU), numbers and strings, to model.pt; `weights_only=True` loads it."""
@@ -182,7 +194,7 @@ class Logger:
         if kind is not None and not self.rows:
             self._remove()
         self.file.close()
-        if sys.stdout.isatty():
+        if is_terminal():
             self.note("")
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
@@ -201,6 +213,10 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
+
+
+def is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def on_cpu(tree: Any) -> Any:

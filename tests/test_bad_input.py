@@ -8,6 +8,7 @@ import pytest
 import common.arguments
 import ppg_ddp
 import ppo_ddp
+import sac_ddp
 from common.arguments import BadInput, crossed, parse, require_divisible
 from runs import ROOT, finish, start
 
@@ -50,6 +51,8 @@ def test_ppg_refuses_a_run_without_an_auxiliary_phase():
     ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)
     with pytest.raises(BadInput, match="--num-aux-minibatches 3: must divide.*such as 2 or 4[.]"):
         ppg_ddp.Args(num_aux_minibatches=3)
+    with pytest.raises(BadInput, match="--num-aux-minibatches 17: .*16000000000.*such as 16 or 20[.]"):  # at once
+        ppg_ddp.Args(num_aux_minibatches=17, num_steps=10**9, total_timesteps=10**12)
     for field in ("aux_epochs", "n_pi", "num_aux_minibatches", "aux_learning_rate", "beta_clone"):
         with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
             ppg_ddp.Args(**{field: -1})
@@ -117,6 +120,9 @@ def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):
             BadInput, match=r"--num-steps \d+: needs [\d.]+ GB on this machine, of which 8\.0 GB are free"
         ):
             module.main(module.Args(**big | settings))
+    for flag in ("num_envs", "eval_episodes"):
+        with pytest.raises(BadInput, match=f"--{flag.replace('_', '-')} 1000000000: needs 5000[.]0 GB"):
+            sac_ddp.main(sac_ddp.Args(**big | {flag: 10**9, "buffer_size": 10**9}))
     ppo_ddp.main(ppo_ddp.Args(total_timesteps=512, eval_every=0, run_dir=str(tmp_path / "small")))
     assert not (tmp_path / "run").exists()
 

@@ -61,6 +61,8 @@ def test_wandb_holds_what_metrics_csv_holds(script, flags, rows, tmp_path):
     about = next(record.run for record in records if record.WhichOneof("record_type") == "run")
     config = {item.key: json.loads(item.value_json) for item in about.config.update}
     assert config["num_envs"] == 4 and config["world_size"] == 2 and "args" not in config
+    (source,) = (record.artifact for record in records if record.WhichOneof("record_type") == "artifact")
+    assert {script, "common/logger.py"} < {content.path for content in source.manifest.contents}
     assert about.run_group.endswith(f"__{script[:-3]}") and set(about.tags) == {script[:-3], "processes-2"}
     with open(tmp_path / "run" / "metrics.csv", newline="") as csv_file:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(csv_file)]

@@ -1,0 +1,614 @@
+"""Bad inputs, users' edits and faults of the machine, each tried in a process of its own, and what the user is told.
+
+    python tests/faults.py [--only WORD] [--output FILE.md]
+
+Prints a Markdown table. Ends with code 1, and the reasons on stderr, where a row is not as it must be: the exit code,
+the text, exactly one message, no traceback of ours, no process left, nothing left of a run that did not start, and
+whole rows of one that did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 240.0  # seconds for one case
+HUGE = "--total-timesteps 1000000000000000"
+REFUSED_FLAGS = [  # script, flags, what is said
+    ("ppo", "--no-such-flag 1", "--no-such-flag"),
+    ("ppo", "CartPole-v1", "CartPole-v1"),
+    ("ppo", "--env-id", "--env-id"),
+    ("ppo", "--norm-obs True", "--norm-obs True: takes no value"),
+    ("ppo", "--norm-obs=False", "--norm-obs False: takes no value"),
+    ("ppo", "--norm-obs on", "--norm-obs"),
+    ("ppo", "--no-norm-obs True", "--no-norm-obs"),
+    ("ppo", "--num-envs four", "--num-envs"),
+    ("ppo", "--total-timesteps 1e6", "--total-timesteps"),
+    ("ppo", "--gamma 0,99", "--gamma"),
+    ("ppo", "--target-kl none", "--target-kl"),
+    ("ppo", "--vectorization thread", "--vectorization"),
+    ("ppo", "--learning-rate nan", "--learning-rate nan: must be a number above 0"),
+    ("ppo", "--learning-rate -0.1", "--learning-rate -0.1: must be a number above 0"),
+    ("ppo", "--num-envs 0", "--num-envs 0: must be an integer of at least 1"),
+    ("ppo", "--num-steps 10", "--num-steps 10: must be a multiple of --num-minibatches (4), such as 8 or 12"),
+    ("ppo", "--seed 4294967296", "--seed 4294967296: must be below 2**32"),
+    ("ppo", "--seed -1", "--seed -1: must be an integer of at least 0"),
+    ("ppo", "--gamma 1.1", "--gamma 1.1: must be a number from 0 to 1"),
+    ("ppo", "--timeout 1e10", "--timeout 10000000000.0: must be at most 1e6 seconds"),
+    ("ppo", "--total-timesteps 100", "--total-timesteps 100: must be at least one iteration"),
+    ("ppo", "--num-envs 1 --num-steps 16 --num-minibatches 16", "--norm-adv minibatch: must be none"),
+    ("ppo", "--stop-at-return 100 --eval-every 0", "--eval-every 0: must be at least 1 with --stop-at-return"),
+    ("ppo", f"--num-steps 1000000000 {HUGE}", "--num-steps 1000000000: needs"),
+    ("ppo", f"--num-envs 1000000000 --num-steps 4 {HUGE}", "--num-envs 1000000000: "),
+    ("ppo", "--eval-episodes 1000000000", "--eval-episodes 1000000000: "),
+    ("ppg", "--num-aux-minibatches 3", "--num-aux-minibatches 3: must divide"),
+    ("ppg", f"--num-aux-minibatches 3 --num-steps 1000000000 {HUGE}", "--num-aux-minibatches 3: must divide"),
+    ("ppg", "--total-timesteps 5000", "--total-timesteps 5000: must be at least 8192"),
+    ("dqn", "--buffer-size 1001", "--buffer-size 1001: must be a multiple of --num-envs (4), such as 1000 or 1004"),
+    ("dqn", "--batch-size 20000", "--batch-size 20000: must be at most --buffer-size (10000)"),
+    ("dqn", "--total-timesteps 5000", "--total-timesteps 5000: must be at least 1000"),
+    ("dqn", "--buffer-size 1000000000000", "--buffer-size 1000000000000: needs"),
+    ("dqn", "--n-step 5000", "--buffer-size 10000: must be at least 20000 with --n-step"),
+    ("sac", "--tau 0", "--tau 0.0: must be a number above 0"),
+    ("sac", "--alpha nan", "--alpha nan: must be a number above 0"),
+]
+REFUSED_ENVIRONMENTS = [  # script, id, what is said; what begins with ":" is made below
+    ("ppo", "NoSuchEnv-v0", "Environment `NoSuchEnv` doesn't exist."),
+    ("ppo", "cartpole-v1", "Did you mean: `CartPole`?"),
+    ("ppo", "CartPole-v7", "`v7`"),
+    ("ppo", "LunarLander-v2", "use `LunarLander-v3`"),
+    ("ppo", "nomodule:Env-v0", "No module named 'nomodule'"),
+    ("ppo", "my/envs.py:Env-v0", "must be an id, such as"),
+    ("ppo", ":NotThere-v0", "Environment `NotThere` doesn't exist."),
+    ("ppo", "PongNoFrameskip-v4", "Here it is ALE/Pong-v5."),
+    ("ppo", "ALE/NoSuchGame-v5", "NoSuchGame"),
+    ("ppo", "MinAtar/NoSuch-v1", "NoSuch"),
+    ("ppo", "phys2d/CartPole-v1", "pip install jax"),
+    ("ppo", ":Discrete-v0", "observation space Discrete(2) is not a vector"),
+    ("ppo", ":Dict-v0", "observation space Dict("),
+    ("ppo", ":Tuple-v0", "observation space Tuple("),
+    ("ppo", ":Matrix-v0", "FlattenObservation makes a vector of it"),
+    ("ppo", ":Text-v0", "observation space Text("),
+    ("ppo", ":First4-v0", "looks channels-first"),
+    ("dqn", ":First3-v0", "looks channels-first"),
+    ("ppg", ":First1-v0", "looks channels-first"),
+    ("ppo", ":Tiny-v0", "is an image smaller than 3 x 3"),
+    ("ppo", ":Image-v0 --norm-obs", "--norm-obs: tests.faults:Image-v0 has image observations"),
+    ("ppo", ":MultiDiscrete-v0", "action space MultiDiscrete([2 2]) is not Discrete or Box"),
+    ("ppo", ":DictAction-v0", "action space Dict("),
+    ("ppo", ":IntBox-v0", "Box of integers"),
+    ("dqn", "Pendulum-v1", "is not Discrete."),
+    ("sac", "CartPole-v1", "action space Discrete(2) is not Box."),
+    ("sac", ":ImageBox-v0", "this script needs vectors"),
+    ("sac", ":OpenBox-v0", "must have distinct bounds"),
+    ("sac", ":HugeBox-v0", "must have distinct bounds"),
+    ("sac", ":FlatBox-v0", "must have distinct bounds"),
+]
+FAULTY_ENVIRONMENTS = [  # script, id, what is said, whether in the user's own traceback
+    ("ppo", ":RewardNan-v0", "environment 0, its step 37: a reward is not finite (nan)", False),
+    ("dqn", ":RewardInf-v0", "environment 0, its step 37: a reward is not finite (inf)", False),
+    ("sac", ":BoxNan-v0", "environment 0, its step 37: a reward is not finite (nan)", False),
+    ("ppo", ":ObsNan-v0", "environment 0, its step 37: an observation is not finite (nan)", False),
+    ("dqn", ":LastNan-v0", "environment 0, its step 40: its last observation is not finite (nan)", False),
+    ("ppo", ":EvalNan-v0 --eval-every 64", "evaluation episode 0, its step 1: a reward is not finite (nan)", False),
+    ("ppo", ":ResetNan-v0", "environment 0, its step 0: an observation is not finite (nan)", False),
+    ("ppo", ":Large-v0 --no-norm-reward", "not finite", False),
+    ("ppo", ":Raises-v0", 'KeyError: "the user\'s own fault"', True),
+    ("ppo", ":Raises-v0 --vectorization async", 'KeyError: "the user\'s own fault"', True),
+    ("ppo", ":Constructor-v0", "ValueError: no such level", True),
+]
+PPO_LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
+PPO_FORWARD = "return self.layers(obs if self.scale == 1.0 else obs / self.scale)"
+PPO_ACTOR = "self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
+PPO_RESIDUAL = (PPO_FORWARD, "return self.layers[:2](obs) + self.layers[2:](self.layers[:2](obs))")
+DQN_LAYERS = "nn.Linear(space.shape[0], self.num_features), nn.ReLU()"
+SAC_LAYERS = "nn.Linear(num_inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()"
+BOX, BYTES = "--env-id :Box-v0", "--env-id :Bytes-v0"
+TOLD = "numpy_policy"
+EDITS = [  # what, script, flags, what is said ("": it trains), the replacements
+    ("no edit", "ppg", "", "", []),
+    ("LayerNorm in Trunk", "ppo", "", TOLD, [(PPO_LAYERS, PPO_LAYERS.replace("nn.T", "nn.LayerNorm(64), nn.T", 1))]),
+    ("Dropout in Trunk", "ppo", "", TOLD, [(PPO_LAYERS, PPO_LAYERS.replace("nn.Tanh()", "nn.Dropout(0.1)", 1))]),
+    ("GELU for Tanh", "ppg", "", TOLD, [(PPO_LAYERS, PPO_LAYERS.replace("Tanh", "GELU"))]),
+    ("a residual in Trunk.forward", "ppo", "", TOLD, [PPO_RESIDUAL]),
+    ("observations scaled in Trunk.forward", "ppo", "", TOLD, [(PPO_FORWARD, "return self.layers(obs / 10)")]),
+    ("bytes scaled in Trunk.forward", "ppo", BYTES, TOLD, [(PPO_FORWARD, "return self.layers(obs / 255)")]),
+    ("tanh of the mean", "ppo", BOX, TOLD, [("out = self.actor(features)", "out = self.actor(features).tanh()")]),
+    ("log_std clamped", "ppo", BOX, TOLD, [("log_std.expand_as", "log_std.clamp(0.5, 2).expand_as")]),
+    (
+        "log_std from the network",
+        "ppo",
+        BOX,
+        TOLD,
+        [
+            (PPO_ACTOR, PPO_ACTOR.replace("size)", "2 * size)")),
+            ("torch.cat([out, self.log_std.expand_as(out)], -1)", "out"),
+        ],
+    ),
+    (
+        "spectral_norm",
+        "ppo",
+        "",
+        TOLD,
+        [
+            (PPO_ACTOR, f"{PPO_ACTOR}\n        nn.utils.parametrizations.spectral_norm(self.actor)"),
+        ],
+    ),
+    (
+        "weight_norm, torch's old one",
+        "ppo",
+        "",
+        TOLD,
+        [
+            (PPO_ACTOR, f"{PPO_ACTOR}\n        nn.utils.weight_norm(self.actor)"),
+        ],
+    ),
+    (
+        "layers that do not fit",
+        "ppo",
+        "",
+        "shapes cannot be multiplied",
+        [
+            (PPO_LAYERS, PPO_LAYERS.replace("(size, 64)", "(size, 32)")),
+        ],
+    ),
+    (
+        "a column that COLUMNS lacks",
+        "ppo",
+        "",
+        "columns that the header lacks",
+        [
+            ('row["charts/episodes"] =', 'row["mine"] ='),
+        ],
+    ),
+    (
+        "a loss that is nan",
+        "ppo",
+        "",
+        "a loss is not finite",
+        [("entropy_loss = entropy.mean()", "entropy_loss = (-entropy).log().mean()")],
+    ),
+    ("ReLU for Tanh", "ppo", "", "", [(PPO_LAYERS, PPO_LAYERS.replace("Tanh", "ReLU"))]),
+    ("a deeper Trunk", "ppo", BOX, "", [(PPO_LAYERS, PPO_LAYERS[:-1] + ", layer_init(nn.Linear(64, 64)), nn.Tanh()]")]),
+    (
+        "a head of two layers",
+        "ppo",
+        "",
+        "",
+        [
+            (
+                PPO_ACTOR,
+                PPO_ACTOR.replace("layer_init", "nn.Sequential(nn.Linear(64, 64), nn.ReLU(), layer_init") + ")",
+            ),
+        ],
+    ),
+    (
+        "a residual, and numpy_policy gives None",
+        "ppo",
+        "",
+        "",
+        [
+            PPO_RESIDUAL,
+            ("mean = numpy_layers(self.trunk.layers, self.actor)", "return None"),
+        ],
+    ),
+    ("LayerNorm", "dqn", "", "numpy_q", [(DQN_LAYERS, DQN_LAYERS.replace("nn.R", "nn.LayerNorm(120), nn.R"))]),
+    ("values scaled", "dqn", "", "numpy_q", [("q = self.head(features)", "q = 10 * self.head(features)")]),
+    (
+        "max for mean",
+        "dqn",
+        "--dueling",
+        "numpy_q",
+        [("q - q.mean(-1, keepdim=True)", "q - q.max(-1, keepdim=True)[0]")],
+    ),
+    ("a deeper Trunk", "dqn", "", "", [(DQN_LAYERS, f"{DQN_LAYERS}, nn.Linear(120, 120), nn.ReLU()")]),
+    (
+        "other bounds in forward",
+        "sac",
+        "",
+        TOLD,
+        [("(LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh()", "5 * (log_std.tanh()")],
+    ),
+    ("no tanh in forward", "sac", "", TOLD, [("self.bias + self.scale * u.tanh(), ", "self.bias + self.scale * u, ")]),
+    (
+        "LayerNorm in mlp",
+        "sac",
+        "",
+        "LayerNorm",
+        [(SAC_LAYERS, SAC_LAYERS.replace("nn.R", "nn.LayerNorm(256), nn.R", 1))],
+    ),
+    ("a deeper mlp", "sac", "", "", [(SAC_LAYERS, f"{SAC_LAYERS}, nn.Linear(256, 256), nn.ReLU()")]),
+    ("Tanh for ReLU in mlp", "sac", "", "", [(SAC_LAYERS, SAC_LAYERS.replace("ReLU", "Tanh"))]),
+]
+
+
+@dataclass
+class Case:
+    """A command, what must come of it, and what is done to it; all that is done is said in the shell's words."""
+
+    what: str
+    script: str
+    flags: str
+    code: int
+    says: str = ""  # in the one message; "": there is none
+    before: str = ""  # done in the folder before
+    first: str = ""  # done by the shell that becomes the process; WITH: what starts python
+    shell: str = ""  # after the command
+    during: str = ""  # done once it has written 3 rows, or has made a file `begun` in its HOME
+    edits: list[tuple[str, str]] | None = None  # of a copy of the script, beside a copy of common/
+    processes: int = 1
+    ran: bool = False  # it got so far that it must leave rows, and otherwise nothing
+    traceback: bool = False  # the fault is in the user's own code, and shown as Python shows it
+
+
+ONLINE = "export WANDB_MODE=online WANDB_API_KEY= NETRC=$HOME/netrc"
+FULL, WORKER = "metrics.csv: cannot be written", "--vectorization async: the process of an environment ended"
+ASYNC, TRACK, PONG = "--vectorization async", "--track", "--env-id ALE/Pong-v5"
+OPTIMIZER_STEP = "                optimizer.step()\n"
+MACHINE = [
+    Case("--run-dir that holds a run", "ppo", "--run-dir a", 2, "holds a run already", "mkdir a; touch a/metrics.csv"),
+    Case("--run-dir that is a file", "ppo", "--run-dir a", 2, "--run-dir a: is a file", "touch a"),
+    Case("--run-dir below a file", "ppo", "--run-dir a/b", 2, "--run-dir a/b: cannot be written", "touch a"),
+    Case("--run-dir /proc/nowhere", "ppo", "--run-dir /proc/nowhere", 2, "--run-dir /proc/nowhere: cannot be written"),
+    Case("--run-dir of 300 letters", "ppo", f"--run-dir {'a' * 300}", 2, "cannot be written (File name too long)"),
+    Case(
+        "--run-dir in a folder that may not be entered",
+        *("ppo", "--run-dir a/b", 2, "--run-dir a/b: cannot be written (Permission denied)", "mkdir -m 0 a"),
+        first="WITH='setpriv --bounding-set=-dac_override,-dac_read_search'",
+    ),
+    Case("a current folder that takes no files", "ppo", "--run-dir=", 2, "cannot be written", first="cd /proc"),
+    Case("--track, no login", "ppo", TRACK, 2, "--track: not logged in to wandb", first=ONLINE),
+    Case("--track, a bad key", "ppo", TRACK, 2, "API key", first=f"{ONLINE}; export WANDB_API_KEY=short"),
+    Case("--track, WANDB_MODE=ofline", "ppo", TRACK, 2, "ofline", first="export WANDB_MODE=ofline"),
+    Case("--track, a bad project name", "ppo", "--track --wandb-project-name a/b", 2, "--wandb-project-name a/b"),
+    Case(
+        *("--track, no network", "ppo", TRACK, 2, "--track: "),
+        first=f"{ONLINE}; export WANDB_API_KEY={'0123456789' * 4} WANDB_BASE_URL=http://127.0.0.1:9",
+    ),
+    Case("WORLD_SIZE=2 left over", "ppo", "", 2, "WORLD_SIZE", first="export WORLD_SIZE=2"),
+    Case("RANK=0 left over", "ppo", "", 2, "WORLD_SIZE", first="export RANK=0"),
+    Case("a ROM that is missing", "ppo", PONG, 2, "pong.bin", first="export ALE_ROMS_DIR=$PWD"),
+    Case("a ROM that is damaged", "ppo", PONG, 2, "pong.bin", "touch pong.bin", first="export ALE_ROMS_DIR=$PWD"),
+    Case("a folder of ROMs that is missing", "ppo", PONG, 2, "/nowhere", first="export ALE_ROMS_DIR=/nowhere"),
+    Case(
+        "a module of one's own that imports what is missing",
+        *("ppo", "--env-id mine:A-v0", 2, "No module named 'missing'", "echo import missing > mine.py"),
+        first="export PYTHONPATH=$PWD",
+    ),
+    Case(
+        "a module of one's own with a syntax error",
+        *("ppo", "--env-id mine:A-v0", 1, "SyntaxError", "echo 'import (' > mine.py"),
+        first="export PYTHONPATH=$PWD",
+        traceback=True,
+    ),
+    Case(
+        *("a script copied without common/", "ppo", "", 1, "No module named 'common'"),
+        first="rm -r common; export PYTHONPATH=",
+        edits=[],
+        traceback=True,
+    ),
+    Case("two ranks: --num-envs 5", "ppo", "--num-envs 5", 1, "such as 4 or 6", processes=2),
+    Case("two ranks: --num-steps 10", "ppg", "--num-steps 10", 1, "such as 8 or 12", processes=2),
+    Case("two ranks: --no-such-flag", "dqn", "--no-such-flag 1", 1, "--no-such-flag", processes=2),
+    Case("two ranks: --norm-obs True", "ppo", "--norm-obs True", 1, "takes no value", processes=2),
+    Case("two ranks: an unknown id", "sac", "--env-id No-v0", 1, "--env-id No-v0", processes=2),
+    Case("two ranks: --track, no login", "ppo", TRACK, 1, "--track: not logged in", first=ONLINE, processes=2),
+    Case("two ranks: a folder that is a file", "ppo", "--run-dir a", 1, "is a file", "touch a", processes=2),
+    Case("two ranks: a reward is nan", "ppo", "--env-id :RewardNan-v0", 1, "its step 37: a reward is", processes=2),
+    Case(
+        *("two ranks: parameters moved on one", "ppo", "--check-sync-every 64", 1, "differs from rank 0's"),
+        edits=[(OPTIMIZER_STEP, f"{OPTIMIZER_STEP}{' ' * 16}parameters[0].data += 1e-6 * world.rank\n")],
+        processes=2,
+        ran=True,
+    ),
+    Case("two ranks: one killed", "ppo", "", 1, "because another rank ended", during="kill -9 $LAST", processes=2),
+    Case(
+        "two ranks: one stands still",
+        "sac",
+        "--timeout 10",
+        1,
+        "--timeout 10 seconds",
+        during="kill -STOP $LAST",
+        processes=2,
+    ),
+    Case("two ranks: torchrun killed", "dqn", "", -9, during="kill -9 $PID", processes=2),
+    Case("two ranks: SIGTERM", "ppg", "", 1, during="kill $PID", processes=2),
+    Case("two ranks: disk full", "dqn", "", 1, FULL, first="ulimit -f 4", processes=2, ran=True),
+    Case("disk full", "ppo", "", 1, FULL, first="ulimit -f 4", ran=True),
+    Case("disk full at the start", "ppo", "", 2, "--run-dir run: cannot be written", first="ulimit -f 0"),
+    Case(
+        "disk full at the model",
+        "ppo",
+        "--save-model",
+        1,
+        "model.pt: cannot be written",
+        first="ulimit -f 16",
+        ran=True,
+    ),
+    Case("the run's folder deleted", "ppo", "", 1, FULL, during="rm -r run"),
+    Case("the run's folder moved", "dqn", "", 1, FULL, during="mv run moved"),
+    Case("metrics.csv saved by an editor", "ppo", "", 1, FULL, during="cp run/metrics.csv a; mv a run/metrics.csv"),
+    Case(
+        "metrics.csv saved in place",
+        "ppo",
+        "",
+        1,
+        FULL,
+        during="sed -n 1,2p run/metrics.csv > a; cat a > run/metrics.csv",
+    ),
+    Case("no console: stdout is full", "ppo", "", 0, shell="> /dev/full"),
+    Case("no console: stdout is closed", "ppo", "", 0, shell=">&-"),
+    Case("no console: stdout and stderr are closed", "ppo", "", 0, shell=">&- 2>&-"),
+    Case("no console: | head -n 1", "ppo", "", 0, first="set -o pipefail", shell="| head -n 1"),
+    Case("no git", "ppo", "", 0, first="export PATH=/nowhere"),
+    Case("--compile, no compiler", "ppo", "--compile", 2, "--compile: needs", first="export CXX=/nowhere/g++"),
+    Case("--compile, a compiler that fails", "ppo", "--compile", 2, "--compile: needs", first="export CXX=/bin/false"),
+    Case("too many open files", "ppo", f"{ASYNC} --num-envs 64", 2, "Too many open files", first="ulimit -n 64"),
+    Case(
+        "too little memory",
+        *("dqn", "--buffer-size 8000000 --batch-size 8000000 --no-cuda", 1, "error: out of memory"),
+        first="ulimit -v 8000000",
+    ),
+    Case("an environment's process killed", "ppo", ASYNC, 1, WORKER, during="kill -9 $FIRST"),
+    Case("an evaluation's process killed", "ppo", f"{ASYNC} --eval-every 5000", 1, WORKER, during="kill -9 $LAST"),
+    Case("an environment stands still", "dqn", f"{ASYNC} --timeout 10", 1, "no boundary", during="kill -STOP $FIRST"),
+    Case("--timeout too short to start", "ppo", "--timeout 0.01", 1, "no boundary reached for --timeout 0.01"),
+    Case("--learning-rate 1e38", "ppo", "--learning-rate 1e38", 1, "not finite", ran=True),
+    Case("--learning-rate 1e38", "dqn", "--learning-rate 1e38", 1, "a loss is not finite", ran=True),
+    Case("--q-lr 1e38", "sac", "--q-lr 1e38", 1, "not finite", ran=True),
+    Case("SIGINT", "ppo", "", 130, during="kill -INT $PID"),
+    Case("SIGTERM", "sac", "", 143, during="kill $PID"),
+    Case("Ctrl-C, and environments' processes", "ppg", ASYNC, 130, during="kill -INT -- -$PID"),
+    Case("SIGKILL", "dqn", "", -9, during="kill -9 $PID"),
+    Case("Ctrl-C while an environment is made", "ppo", "--env-id :Slow-v0", 130, during="kill -INT $PID"),
+]
+
+
+class Wrong(gym.Env):
+    """Episodes of 10 steps in any spaces; at a step of its life something goes wrong."""
+
+    made = 0
+
+    def __init__(self, obs=None, actions=None, fault="", at=37):
+        self.observation_space = gym.spaces.Box(-1, 1, (3,), np.float32) if obs is None else obs
+        self.action_space = gym.spaces.Discrete(2) if actions is None else actions
+        Wrong.made += 1
+        self.fault, self.at, self.steps = fault, at if fault != "evaluation" or Wrong.made > 4 else 0, 0
+        if fault == "constructor":
+            raise ValueError("no such level")
+        if fault == "slow":
+            (Path.home() / "begun").touch()
+            time.sleep(1000)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample() * (np.nan if self.fault == "reset" else 1), {}
+
+    def step(self, action):
+        self.steps += 1
+        obs, reward, fault = self.observation_space.sample(), 1.0, self.fault if self.steps == self.at else ""
+        if fault == "observation":
+            obs[0] = np.nan
+        elif fault == "raises":
+            raise KeyError("the user's own fault")
+        elif fault:
+            reward = {"nan": np.nan, "inf": np.inf, "evaluation": np.nan, "large": 1e30}[fault]
+        return obs, reward, False, self.steps % 10 == 0, {}
+
+
+vector, box = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Box(-1, 1, (2,), np.float32)
+for name, settings in {
+    "Discrete": {"obs": gym.spaces.Discrete(2)},
+    "Dict": {"obs": gym.spaces.Dict(x=vector)},
+    "Tuple": {"obs": gym.spaces.Tuple([vector])},
+    "Matrix": {"obs": gym.spaces.Box(-1, 1, (3, 3), np.float32)},
+    "Text": {"obs": gym.spaces.Text(5)},
+    "Bytes": {"obs": gym.spaces.Box(0, 255, (128,), np.uint8)},
+    "First4": {"obs": gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)},
+    "First3": {"obs": gym.spaces.Box(0, 255, (3, 64, 64), np.uint8)},
+    "First1": {"obs": gym.spaces.Box(0, 255, (1, 84, 84), np.uint8)},
+    "Tiny": {"obs": gym.spaces.Box(0, 255, (2, 9, 2), np.uint8)},
+    "Image": {"obs": gym.spaces.Box(0, 255, (12, 12, 3), np.uint8)},
+    "ImageBox": {"obs": gym.spaces.Box(0, 255, (12, 12, 3), np.uint8), "actions": box},
+    "MultiDiscrete": {"actions": gym.spaces.MultiDiscrete([2, 2])},
+    "DictAction": {"actions": gym.spaces.Dict(x=vector)},
+    "IntBox": {"actions": gym.spaces.Box(0, 5, (2,), np.int64)},
+    "OpenBox": {"actions": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)},
+    "HugeBox": {"actions": gym.spaces.Box(-1e30, 1e30, (2,), np.float32)},
+    "FlatBox": {"actions": gym.spaces.Box(0.5, 0.5, (2,), np.float32)},
+    "Box": {"actions": box},
+    "BoxNan": {"actions": box, "fault": "nan"},
+    "RewardNan": {"fault": "nan"},
+    "RewardInf": {"fault": "inf"},
+    "ObsNan": {"fault": "observation"},
+    "LastNan": {"fault": "observation", "at": 40},
+    "EvalNan": {"fault": "evaluation", "at": 1},
+    "ResetNan": {"fault": "reset"},
+    "Large": {"fault": "large"},
+    "Raises": {"fault": "raises"},
+    "Constructor": {"fault": "constructor"},
+    "Slow": {"fault": "slow"},
+}.items():
+    gym.register(f"{name}-v0", Wrong, kwargs=settings)
+
+ITERATIONS = "--num-steps 16 --total-timesteps 1024 --eval-every 0 --run-dir run"
+REPLAY = "--buffer-size 4000 --learning-starts 100 --batch-size 16 --total-timesteps 1000 --log-every 100"
+REPLAY += " --eval-every 0 --run-dir run"
+SHORT = {"ppo": ITERATIONS, "ppg": f"{ITERATIONS} --n-pi 4", "dqn": REPLAY, "sac": REPLAY}
+LONG = " --total-timesteps 100000000"
+
+
+def all_cases() -> list[Case]:
+    cases = [Case(flags, script, flags, 2, says) for script, flags, says in REFUSED_FLAGS]
+    for script, id, says in REFUSED_ENVIRONMENTS:
+        cases.append(Case(f"--env-id {id}", script, f"--env-id {id}", 2, says))
+    for script, id, says, traceback in FAULTY_ENVIRONMENTS:
+        flags = f"{SHORT[script]} --env-id {id}"
+        cases.append(Case(f"--env-id {id}", script, flags, 1, says, traceback=traceback))
+    for what, script, flags, says, edits in EDITS:
+        own = says in ("shapes cannot be multiplied", "columns that the header lacks")
+        code, flags = int(says != ""), f"{SHORT[script]} {flags}"
+        cases.append(Case(f"edit: {what}", script, flags, code, says, edits=edits, traceback=own))
+    for case in MACHINE:
+        full = case.first.startswith("ulimit -f 4")
+        flags = f"{SHORT[case.script]}{LONG if case.during or full else ''} {case.flags}"
+        cases.append(replace(case, flags=flags))
+    return cases
+
+
+@dataclass
+class Result:
+    code: int
+    line: str  # what the user is told
+    wrong: list[str]  # what is not as it must be
+
+
+def tried(case: Case) -> Result:
+    home = Path(tempfile.mkdtemp(prefix="lockstep-fault-"))
+    folder = home / "work"
+    folder.mkdir()
+    script = ROOT / f"{case.script}_ddp.py"
+    if case.edits is not None:
+        script = edited(script, case.edits, folder)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(["bash", "-c", case.before], cwd=folder, check=True)
+    there = names(folder)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if case.processes > 1 else []
+    words = [sys.executable, *launch, str(script), *case.flags.replace(" :", " tests.faults:").split()]
+    line = f"{case.first}\nexec $WITH {shlex.join(words)} {case.shell}"
+    process = subprocess.Popen(
+        ["bash", "-c", line],
+        **{"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        **{"text": True, "errors": "replace", "start_new_session": True},
+    )
+    wrong, family, rows, deadline = [], set(), None, time.monotonic() + PATIENCE
+    while True:
+        try:
+            out, err = process.communicate(timeout=0.2)
+            break
+        except subprocess.TimeoutExpired:
+            with suppress(psutil.NoSuchProcess):
+                family |= {psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)}
+        if case.during and rows is None and ((home / "begun").exists() or len(table(folder)) > 3):
+            rows = len(table(folder)) - 1
+            ids = "FIRST=$(pgrep -P $PID | head -n 1); LAST=$(pgrep -P $PID | tail -n 1); "
+            subprocess.run(["bash", "-c", f"PID={process.pid}; {ids}{case.during}"], cwd=folder, check=True)
+        if time.monotonic() > deadline:
+            wrong.append(f"still running after {PATIENCE:.0f} s")
+            kill(family)
+            deadline += 10
+    _, alive = psutil.wait_procs(family, timeout=10)
+    if alive:
+        wrong.append(f"processes left: {len(alive)}")
+        kill(alive)
+    if case.during and rows is None:
+        wrong.append("ended before anything was done to it")
+    result = judged(case, process.returncode, out, err, wrong)
+    wrong += left(case, folder, there, rows)
+    shutil.rmtree(home)
+    return result
+
+
+def edited(script: Path, edits: list[tuple[str, str]], folder: Path) -> Path:
+    """A copy of the script with its replacements, and common/ beside it."""
+    text = script.read_text()
+    for old, new in edits:
+        assert old in text, f"{script.name} has no {old!r}"
+        text = text.replace(old, new)
+    shutil.copytree(ROOT / "common", folder / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / script.name).write_text(text)
+    return folder / script.name
+
+
+def kill(processes: set[psutil.Process] | list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def table(folder: Path) -> list[list[str]]:
+    """Header and rows of the run's metrics.csv, wherever it is; nothing where there is none."""
+    found = [path for path in folder.rglob("metrics.csv") if path.stat().st_size]
+    return list(csv.reader(found[0].read_text().splitlines())) if found else []
+
+
+def judged(case: Case, code: int, out: str, err: str, wrong: list[str]) -> Result:
+    """Exit code, messages and tracebacks against what they must be."""
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", err + out).split())
+    boxes = [" ".join(re.sub("[│─╮]", " ", box).split()) for box in re.findall("╭(.*?)╰", err + out, re.DOTALL)]
+    messages = boxes + re.findall(r"^(?:error: |rank \d+: ).*", err + out, re.MULTILINE)
+    if code != case.code:
+        wrong.append(f"code {code}, not {case.code}")
+    if case.says not in text:
+        wrong.append(f"does not say {case.says!r}")
+    if len(messages) != (case.says != "" and not case.traceback):
+        wrong.append(f"{len(messages)} messages")
+    ours = r'(?:common/\w+|_ddp)\.py", line \d+, in ' if case.processes > 1 else "Traceback"
+    if not case.traceback and re.search(ours, err):
+        wrong.append("a traceback")
+    last = (err.strip().splitlines() or [""])[-1]
+    return Result(code, messages[0] if messages else last if code else "", wrong)
+
+
+def left(case: Case, folder: Path, there: set[str], rows: int | None) -> list[str]:
+    """What is wrong with what is left in the folder: either nothing, or whole rows, at least as many as there were."""
+    new, (header, *body) = names(folder) - there, table(folder) or [[]]
+    wrong = [f"{name} is left" for name in new if name.endswith(".part")]
+    if new and (case.code == 2 or not body):
+        wrong.append(f"left: {' '.join(sorted(new))}")
+    if any(len(row) != len(header) for row in body):
+        wrong.append("a row is not whole")
+    least = 0 if case.during.startswith(("rm", "sed")) else rows or 0
+    if len(body) < max(least, case.ran or case.code == 0):
+        wrong.append(f"{len(body)} rows are left")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases that hold this word")
+    parser.add_argument("--output", type=Path, help="write the table there too")
+    args = parser.parse_args()
+    cases = [case for case in all_cases() if args.only in f"{case.script}: {case.what}"]
+    lines = ["| | what | exit code | what the user is told |", "| --- | --- | --- | --- |"]
+    faults = 0
+    with ThreadPoolExecutor(2) as pool:
+        for number, (case, result) in enumerate(zip(cases, pool.map(tried, cases), strict=True), 1):
+            told = result.line if len(result.line) < 200 else f"{result.line[:200]} ..."
+            told = told or ("trains" if result.code == 0 else "")
+            lines.append(f"| {number} | {case.script}: {case.what} | {result.code} | {told} |".replace("\n", " "))
+            print("\n".join(lines[-1 if number > 1 else 0 :]), flush=True)
+            faults += bool(result.wrong)
+            for reason in result.wrong:
+                print(f"row {number}, {case.script}: {case.what}: {reason}", file=sys.stderr, flush=True)
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n")
+    print(f"{len(cases)} cases, {faults} not as they must be", file=sys.stderr)
+    sys.exit(faults > 0)
+
+
+if __name__ == "__main__":
+    main()
