@@ -76,7 +76,7 @@ def set_values(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> No
 
 
 def compare(make: Callable[[], Policy | None], networks: Policy, *inputs: np.ndarray) -> Policy:
-    name = make.__qualname__
+    expected, name = networks(*inputs), make.__qualname__  # first, so that a fault of their own is shown as such
     way = f"do in {name} what the networks do, or let it return None: then they act themselves, slower"
     try:
         fast = make()
@@ -85,7 +85,6 @@ def compare(make: Callable[[], Policy | None], networks: Policy, *inputs: np.nda
         given = fast(*inputs)
     except Exception as error:
         raise Fault(f"{name} does not fit the networks ({' '.join(str(error).split())}): {way}.") from error
-    expected = networks(*inputs)
     if given.shape != expected.shape:
         raise Fault(f"{name} gives shape {given.shape}, the networks {expected.shape}: {way}.")
     gap, size, *sizes = (np.abs(x).max(initial=0.0) for x in (given - expected, expected, *inputs))

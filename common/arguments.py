@@ -23,10 +23,11 @@ class Fault(RuntimeError):
 def parse(args: type[Any], words: list[str]) -> Any:
     """The dataclass `args` from a command line's words. Raises `BadInput` for a switch that is given a value."""
     switches = {flag(field.name) for field in dataclasses.fields(args) if field.type in (bool, "bool")}
-    for word, value in zip(words, [*words[1:], ""], strict=True):
-        name, _, joined = word.replace("_", "-").partition("=")
-        if name in switches and (joined or value).lower() in ("true", "false", "yes", "no", "0", "1"):
-            raise BadInput(f"{name} {joined or value}: takes no value; write {name} or --no-{name[2:]}.")
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        name, joined, value = word.partition("=")
+        switch = name.replace("_", "-").replace("--no-", "--")
+        if switch in switches and (joined or not following.startswith("-")):
+            raise BadInput(f"{name} {value or following}: takes no value; write {switch} or --no-{switch[2:]}.")
     return tyro.cli(args, args=words)
 
 

@@ -104,9 +104,9 @@ def test_what_main_refuses(flags, needed, tmp_path, monkeypatch):
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", ["--norm-obs True", "--norm_obs false", "--norm-obs=1", "--no-cuda 1 --cuda yes"])
+@pytest.mark.parametrize("words", ["--norm-obs True", "--norm_obs on", "--norm-obs=1", "--no-cuda 1"])
 def test_a_switch_takes_no_value(words):
-    with pytest.raises(BadInput, match=r"--(norm-obs|cuda) \w+: takes no value; write --(\S+) or --no-\2\."):
+    with pytest.raises(BadInput, match=r"--\S+ \w+: takes no value; write --(\S+) or --no-\1\."):
         parse(ppo_ddp.Args, words.split())
     assert parse(ppo_ddp.Args, ["--norm-obs", "--seed", "1"]).norm_obs
 
