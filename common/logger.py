@@ -70,18 +70,17 @@ class Logger:
         default = f"runs/{env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         names = [args.run_dir] if args.run_dir else [default, *(f"{default}-{n}" for n in range(2, 100))]
         for path in map(Path, names):
-            if any((path / name).exists() for name in ("metrics.csv", "config.json")):
-                continue
-            made = [folder for folder in (path, *path.parents) if not folder.exists()]
             try:
-                path.mkdir(parents=True, exist_ok=args.run_dir is not None)  # a default directory is nobody else's
-            except FileExistsError:
-                if args.run_dir is None:
+                if any((path / name).exists() for name in ("metrics.csv", "config.json")):
                     continue
-                raise BadInput(f"--run-dir {path}: is a file; name another.") from None
+                made = [folder for folder in (path, *path.parents) if not folder.exists()]
+                path.mkdir(parents=True, exist_ok=bool(args.run_dir))  # a default directory is nobody else's
+                return path, made
+            except FileExistsError:
+                if args.run_dir:
+                    raise BadInput(f"--run-dir {path}: is a file; name another.") from None
             except OSError as error:
                 raise BadInput(f"--run-dir {path}: cannot be written ({error.strerror}); name another.") from error
-            return path, made
         raise BadInput(f"--run-dir {path}: holds a run already; name a new directory.")
 
     def _remove(self) -> None:
