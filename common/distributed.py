@@ -228,7 +228,7 @@ def end_now(code: int) -> None:
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):  # nobody reads it, or it was closed
+        with suppress(OSError):  # nobody reads it
             stream.flush()
     os._exit(code)
 
@@ -240,6 +240,9 @@ def launch(main: Callable[[Any], None], args: type[Any]) -> None:
     rank that failed.
     """
     rank = int(os.environ.get("RANK", 0))
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         with ExitStack() as stack:
             if rank != 0:

@@ -153,7 +153,7 @@ class Logger:
             raise Fault(f"{self.path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
 
     def _print(self, evaluation: bool) -> None:
-        terminal, now = is_terminal(), time.perf_counter()
+        terminal, now = sys.stdout.isatty(), time.perf_counter()
         if not evaluation and now - self.last_line < (0.2 if terminal else 10.0):
             return
         step, sps = self.latest["global_step"], self.latest.get("time/SPS", 0.0)
@@ -193,7 +193,7 @@ class Logger:
         if kind is not None and not self.rows:
             self._remove()
         self.file.close()
-        if is_terminal():
+        if sys.stdout.isatty():
             self.note("")
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
@@ -212,10 +212,6 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
-
-
-def is_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def on_cpu(tree: Any) -> Any:
