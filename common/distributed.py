@@ -93,7 +93,7 @@ class World:
             self._init_process_group(timeout)
             yield
         except BaseException as error:
-            if not isinstance(error, BadInput | Fault | MemoryError) and not peer_ended(error):
+            if not isinstance(error, BadInput | Fault) and not out_of_memory(error) and not peer_ended(error):
                 get_error_handler().record_exception(error)  # first failing rank first, for torchrun's report
             traceback.clear_frames(error.__traceback__)  # they hold the DDP modules
             raise
@@ -223,6 +223,11 @@ def peer_ended(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """True for numpy's error, and torch's on a GPU and on the CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def end_now(code: int) -> None:
     """End this process and its children without unwinding. Rows already written are flushed, so nothing is lost."""
     for child in multiprocessing.active_children():
@@ -253,9 +258,7 @@ def launch(main: Callable[[Any], None], args: type[Any]) -> None:
         gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
         main(parsed)
         return
-    except (BadInput, Fault, MemoryError) as error:  # mostly raised alike by all ranks: one of them says it
-        if isinstance(error, MemoryError):
-            error = f"out of memory ({error}); lower the sizes of environments, steps, batches or buffer."
+    except (BadInput, Fault) as error:  # mostly raised alike by all ranks: one of them says it
         code, agreed = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -264,7 +267,10 @@ def launch(main: Callable[[Any], None], args: type[Any]) -> None:
         agreed = f"rank {rank}: ended with code {code}"
     except BaseException as error:
         code, agreed = 130 if isinstance(error, KeyboardInterrupt) else 1, ""
-        if peer_ended(error):
+        if out_of_memory(error):
+            reason = " ".join(str(error).split())
+            print(f"error: rank {rank} is out of memory ({reason}); lower the sizes.", file=sys.stderr, flush=True)
+        elif peer_ended(error):
             print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
             time.sleep(5)  # torchrun calls the first rank to end the cause: leave that to the other
         elif code == 1:

@@ -21,6 +21,8 @@ from common.arguments import BadInput, Fault, require_memory
 
 TRAINING, EVALUATION = 0, 1  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
+WORKER_GONE = EOFError, ConnectionError  # what its pipe then raises
+WORKER_FAULT = "--vectorization async: the process of an environment ended; was it killed?"
 
 
 def environment_seeds(seed: int, domain: int, indices: range) -> np.ndarray:
@@ -47,7 +49,10 @@ class Environments(VectorWrapper):
     def start(self) -> np.ndarray:
         """Reset every environment with its own seed -> observations (n, *shape)."""
         native = type(self.unwrapped).__name__ == "AtariVectorEnv"  # the one that takes an array, and only that
-        obs, _ = self.env.reset(seed=self.seeds if native else self.seeds.tolist())
+        try:
+            obs, _ = self.env.reset(seed=self.seeds if native else self.seeds.tolist())
+        except WORKER_GONE as error:
+            raise Fault(WORKER_FAULT) from error
         self.steps = 0
         if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
             self._name_fault("an observation", obs)
@@ -60,8 +65,8 @@ class Environments(VectorWrapper):
             self._name_fault("the action for it", actions, "; the networks have diverged: try a lower learning rate")
         try:
             obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        except (EOFError, ConnectionError) as error:
-            raise Fault("--vectorization async: the process of an environment ended; was it killed?") from error
+        except WORKER_GONE as error:
+            raise Fault(WORKER_FAULT) from error
         # a vector's product with itself is the cheapest sum; it may overflow, so what is named is looked for anew
         if not math.isfinite(np.vdot(rewards, rewards)):
             self._name_fault("a reward", rewards)
