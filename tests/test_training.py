@@ -119,6 +119,10 @@ def test_dqn_on_atari_runs_on_two_ranks(tmp_path):
         assert all(0 < distance < 0.01 for distance in moved.values()), moved
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="without AVX2 torch 2.13 writes C++ for float64 that does not compile (float32, which users run, it does)",
+)
 def test_compiled_losses_give_the_same_numbers(tmp_path):
     """`--compile` changes the speed and, in float64, nothing beyond rounding."""
     flags = SMALL.replace("1024", "256")
