@@ -18,8 +18,9 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
+from common.arguments import Fault
 from common.distributed import World
-from common.logger import Logger
+from common.logger import Logger, write_whole
 from runs import PATIENCE, ROOT, finish, run, start, wait_until
 
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py")
@@ -177,6 +178,19 @@ def test_a_full_disk_is_one_line_and_loses_nothing(size, written, tmp_path):
     lines = (result.dir / "metrics.csv").read_text().split("\n")
     assert lines[-1] == "" and len({line.count(",") for line in lines[:-1]}) == 1 and len(lines) > 4
     assert json.loads((result.dir / "config.json").read_text())["args"]["num_steps"] == 16
+
+
+def test_what_is_there_stays_until_the_new_is_whole(tmp_path, monkeypatch):
+    """A file that is written anew, on a disk that then fails: the old one, and no part of the new."""
+    write_whole(tmp_path / "model.pt", b"old")
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("common.logger.os.fsync", fail)
+    with pytest.raises(Fault, match="model.pt: cannot be written .No space left"):
+        write_whole(tmp_path / "model.pt", b"new")
+    assert (tmp_path / "model.pt").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved"])

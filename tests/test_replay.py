@@ -255,11 +255,12 @@ def test_against_a_slow_reference(data, n_step, capacity, stack):
 def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_memory(monkeypatch):
     """Of truncated episodes, by place; when at this rate they would outgrow the memory, the run ends with the flag."""
 
-    def filled(steps):
+    def filled(steps, until=5_000):
         buffer, n = ReplayBuffer(8_000, 4, FakeWorld(0, 1), VECTOR, (), np.int64), 4
         buffer.start(np.zeros((n, 2)))
         for step in range(steps):
-            truncations, infos = np.arange(n) < 2, {"final_obs": np.full((n, 2), float(step))}
+            truncations = np.arange(n) < 2 if step < until else np.zeros(n, bool)
+            infos = {"final_obs": np.full((n, 2), float(step))}
             no = np.zeros(n, bool)
             buffer.add(np.zeros(n, np.int64), np.ones(n), no, truncations, np.zeros((n, 2)), infos, truncations)
         return buffer
@@ -267,6 +268,9 @@ def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_m
     buffer = filled(5_000)
     assert sorted(buffer.final_obs) == [env * 2_000 + place for env in (0, 1) for place in range(2_000)]
     assert all(buffer.final_obs[place][0] == 4_000 + place for place in range(1_000))
+    assert sorted(filled(4_000, until=2_500).final_obs) == [
+        env * 2_000 + place for env in (0, 1) for place in range(500)
+    ]
     need = 8_000 * 36 + 16 * 4_000
     filled(600)
     for free, fits in ((1.1 * need, True), (0.6 * need, False)):
