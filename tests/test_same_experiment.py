@@ -20,7 +20,7 @@ PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
     [
         ("ppo_ddp.py", CARTPOLE, (2, 3, 4)),
         ("ppo_ddp.py", PENDULUM, (4,)),
-        ("ppg_ddp.py", f"{CARTPOLE} {PHASES}", (4,)),
+        ("ppg_ddp.py", f"{CARTPOLE} {PHASES} --adam-eps 1e-5", (4,)),  # PPG's 1e-8 magnifies rounding tenfold here
         ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch", (2, 3, 4)),
     ],
 )
