@@ -314,7 +314,7 @@ def main(args: Args) -> None:
             raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
         low, high = action_space.low, action_space.high
         if not ((low < high) & (low >= -1e6) & (high <= 1e6)).all():  # beyond, float32 overflows in the losses
-            needed = "must have distinct bounds, within -1e6 and 1e6 (gymnasium.wrappers.RescaleAction gives such)"
+            needed = "must have distinct bounds, within -1e6 and 1e6 (gymnasium.wrappers.TransformAction gives such)"
             raise BadInput(f"--env-id {args.env_id}: action space {' '.join(str(action_space).split())} {needed}.")
         episodes_here, eval_envs = evaluation_here(args.eval_episodes, world), None
         if args.eval_every and episodes_here:

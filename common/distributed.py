@@ -220,7 +220,8 @@ def leaves(name: str, value: object) -> Iterator[tuple[str, bytes]]:
 def peer_ended(error: BaseException) -> bool:
     """True for the error of a collective whose other end is gone: the fault is another rank's."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return several and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -21,7 +21,6 @@ from common.arguments import BadInput, Fault, require_memory
 
 TRAINING, EVALUATION = 0, 1  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
-WORKER_GONE = EOFError, ConnectionError  # what its pipe then raises
 WORKER_FAULT = "--vectorization async: the process of an environment ended; was it killed?"
 
 
@@ -43,6 +42,7 @@ class Environments(VectorWrapper):
         super().__init__(envs)
         self.name = "environment" if domain == TRAINING else "evaluation episode"
         self.indices, self.seeds, self.steps = indices, seeds, 0
+        self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
         self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
 
@@ -51,7 +51,7 @@ class Environments(VectorWrapper):
         native = type(self.unwrapped).__name__ == "AtariVectorEnv"  # the one that takes an array, and only that
         try:
             obs, _ = self.env.reset(seed=self.seeds if native else self.seeds.tolist())
-        except WORKER_GONE as error:
+        except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
         self.steps = 0
         if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
@@ -65,8 +65,10 @@ class Environments(VectorWrapper):
             self._name_fault("the action for it", actions, "; the networks have diverged: try a lower learning rate")
         try:
             obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        except WORKER_GONE as error:
+        except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
+        except SystemExit as error:  # a window that was closed, say: the run is not done
+            raise Fault(f"{self.name}s {self.indices[0]} to {self.indices[-1]}: one called sys.exit({error.code}).") from error
         # a vector's product with itself is the cheapest sum; it may overflow, so what is named is looked for anew
         if not math.isfinite(np.vdot(rewards, rewards)):
             self._name_fault("a reward", rewards)
@@ -151,6 +153,8 @@ def make_envs(
         fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
     elif len(obs_space.shape) == 3 and min(obs_space.shape[:2]) < 3:
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
+    elif 0 in (*obs_space.shape, *(action_space.shape or ())):
+        fault = f"observation space {obs_space} or action space {action_space} holds no number"
     elif not isinstance(action_space, action_spaces):
         fault = f"action space {action_space} is not {' or '.join(space.__name__ for space in action_spaces)}"
     elif isinstance(action_space, gym.spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):

@@ -174,6 +174,8 @@ class Logger:
         if self.enabled:
             try:
                 print(text, end=end, flush=True)
+            except UnicodeError:
+                print(ascii(text), end=end, flush=True)
             except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

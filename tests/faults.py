@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,7 @@ REFUSED_ENVIRONMENTS = [  # script, id, what is said; what begins with ":" is ma
     ("ppo", ":First4-v0", "looks channels-first"),
     ("dqn", ":First3-v0", "looks channels-first"),
     ("ppg", ":First1-v0", "looks channels-first"),
+    ("ppo", ":Empty-v0", "holds no number"),
     ("ppo", ":Tiny-v0", "is an image smaller than 3 x 3"),
     ("ppo", ":Image-v0 --norm-obs", "--norm-obs: tests.faults:Image-v0 has image observations"),
     ("ppo", ":MultiDiscrete-v0", "action space MultiDiscrete([2 2]) is not Discrete or Box"),
@@ -110,6 +112,8 @@ FAULTY_ENVIRONMENTS = [  # script, id, what is said, whether in the user's own t
     ("ppo", ":EvalNan-v0 --eval-every 64", "evaluation episode 0, its step 1: a reward is not finite (nan)", False),
     ("ppo", ":ResetNan-v0", "environment 0, its step 0: an observation is not finite (nan)", False),
     ("ppo", ":Large-v0 --no-norm-reward", "not finite", False),
+    ("ppo", ":Exits-v0", "one called sys.exit(0)", False),
+    ("ppo", ":Connection-v0", "ConnectionResetError: the user's own server", True),
     ("ppo", ":Raises-v0", 'KeyError: "the user\'s own fault"', True),
     ("ppo", ":Raises-v0 --vectorization async", 'KeyError: "the user\'s own fault"', True),
     ("ppo", ":Constructor-v0", "ValueError: no such level", True),
@@ -407,6 +411,10 @@ class Wrong(gym.Env):
         obs, reward, fault = self.observation_space.sample(), 1.0, self.fault if self.steps == self.at else ""
         if fault == "observation":
             obs[0] = np.nan
+        elif fault == "exits":
+            sys.exit(0)
+        elif fault == "connection":
+            raise ConnectionResetError("the user's own server")
         elif fault == "raises":
             raise KeyError("the user's own fault")
         elif fault:
@@ -444,6 +452,9 @@ for name, settings in {
     "ResetNan": {"fault": "reset"},
     "Large": {"fault": "large"},
     "Raises": {"fault": "raises"},
+    "Exits": {"fault": "exits"},
+    "Connection": {"fault": "connection"},
+    "Empty": {"obs": gym.spaces.Box(-1, 1, (0,), np.float32)},
     "Constructor": {"fault": "constructor"},
     "Slow": {"fault": "slow"},
 }.items():
@@ -591,6 +602,7 @@ def left(case: Case, folder: Path, there: set[str], rows: int | None) -> list[st
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored by what is started, as a shell's & would
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases that hold this word")
     parser.add_argument("--output", type=Path, help="write the table there too")

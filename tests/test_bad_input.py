@@ -130,7 +130,7 @@ def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):
 def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
     for module in (ppo_ddp, ppg_ddp):
-        with pytest.raises(BadInput, match="--compile: needs a C..+ compiler: install"):
+        with pytest.raises(BadInput, match="--compile: needs a C..+ compiler that runs: install"):
             module.main(module.Args(compile=True, run_dir=str(tmp_path / "run")))
 
 
