@@ -68,7 +68,8 @@ class Environments(VectorWrapper):
         except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
         except SystemExit as error:  # a window that was closed, say: the run is not done
-            raise Fault(f"{self.name}s {self.indices[0]} to {self.indices[-1]}: one called sys.exit({error.code}).") from error
+            which = f"{self.name}s {self.indices[0]} to {self.indices[-1]}"
+            raise Fault(f"{which}: one called sys.exit({error.code}).") from error
         # a vector's product with itself is the cheapest sum; it may overflow, so what is named is looked for anew
         if not math.isfinite(np.vdot(rewards, rewards)):
             self._name_fault("a reward", rewards)
