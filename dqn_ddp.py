@@ -30,12 +30,13 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
+import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
-from common.arguments import crossed, flag, require, require_divisible
+from common.arguments import command_line, crossed, flag, require, require_divisible
 from common.distributed import Diverged, World, launch
 from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, is_native_atari, make_envs
 from common.evaluation import evaluate, evaluation_here
@@ -484,4 +485,4 @@ def train(
 
 
 if __name__ == "__main__":
-    launch(main, Args)
+    launch(main, lambda: tyro.cli(Args, args=command_line(Args)))

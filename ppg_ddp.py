@@ -39,12 +39,14 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
+import tyro
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
 from common.arguments import (
     BadInput,
+    command_line,
     crossed,
     flag,
     require,
@@ -743,4 +745,4 @@ def train(
 
 
 if __name__ == "__main__":
-    launch(main, Args)
+    launch(main, lambda: tyro.cli(Args, args=command_line(Args)))

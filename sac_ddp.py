@@ -32,12 +32,13 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
+import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
-from common.arguments import BadInput, Fault, crossed, flag, require, require_divisible
+from common.arguments import BadInput, Fault, command_line, crossed, flag, require, require_divisible
 from common.distributed import Diverged, World, launch
 from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, make_envs
 from common.evaluation import evaluate, evaluation_here
@@ -204,24 +205,25 @@ class Critics(nn.Module):
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
         super().__init__()
         twins = [mlp(obs_space.shape[0] + math.prod(action_space.shape), 1) for _ in range(2)]
-        self.weights, self.biases, self.layers = nn.ParameterList(), nn.ParameterList(), nn.ModuleList()
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.activations = []  # what stands in each layer's place: None is the next of the stacked ones
         for pair in zip(*twins, strict=True):
             if isinstance(pair[0], nn.Linear):
                 self.weights.append(torch.stack([layer.weight.T for layer in pair]))
                 self.biases.append(torch.stack([layer.bias[None] for layer in pair]))
             elif list(pair[0].parameters()):
                 raise Fault(f"Critics stacks Linear layers and takes others without parameters, not {pair[0]}.")
-            self.layers.append(nn.Identity() if isinstance(pair[0], nn.Linear) else pair[0])
+            self.activations.append(None if isinstance(pair[0], nn.Linear) else pair[0])
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         x = torch.cat([obs.to(actions.dtype), actions], -1).expand(2, -1, -1)
         stacked = zip(self.weights, self.biases, strict=True)
-        for layer in self.layers:
-            if isinstance(layer, nn.Identity):
+        for activation in self.activations:
+            if activation is None:
                 weight, bias = next(stacked)
                 x = torch.baddbmm(bias, x, weight)
             else:
-                x = layer(x)
+                x = activation(x)
         return x.squeeze(-1)
 
 
@@ -383,9 +385,9 @@ def train(
         with torch.inference_mode():
             return actor(torch.from_numpy(obs).to(device), torch.from_numpy(noise).to(device))[0].cpu().numpy()
 
-    def act(raw: np.ndarray) -> np.ndarray:
+    def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
-        return as_taken(policy(raw, np.zeros((len(raw), d), ones.dtype)))
+        return as_taken(policy(obs, np.zeros((len(obs), d), ones.dtype)))
 
     obs = envs.start()
     rb.start(obs)
@@ -517,4 +519,4 @@ def train(
 
 
 if __name__ == "__main__":
-    launch(main, Args)
+    launch(main, lambda: tyro.cli(Args, args=command_line(Args)))

@@ -76,6 +76,7 @@ def set_values(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> No
 
 
 def compare(make: Callable[[], Policy | None], networks: Policy, *inputs: np.ndarray) -> Policy:
+    """`make()`, or `networks` where that is None, if both give the same on `inputs`; otherwise raises `Fault`."""
     expected, name = networks(*inputs), make.__qualname__  # first, so that a fault of their own is shown as such
     way = f"do in {name} what the networks do, or let it return None: then they act themselves, slower"
     try:

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from typing import Any
 
-import tyro
-
 
 class BadInput(ValueError):
     """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
@@ -20,15 +18,16 @@ class Fault(RuntimeError):
     """What ends a run though its settings could work. `launch` prints its one line and exits with code 1."""
 
 
-def parse(args: type[Any], words: list[str]) -> Any:
-    """The dataclass `args` from a command line's words. Raises `BadInput` for a switch that is given a value."""
+def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:
+    """The command line's words, for tyro. Raises `BadInput` where a switch of the dataclass `args` has a value."""
+    words = sys.argv[1:] if words is None else words
     switches = {flag(field.name) for field in dataclasses.fields(args) if field.type in (bool, "bool")}
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         name, joined, value = word.partition("=")
         switch = name.replace("_", "-").replace("--no-", "--")
         if switch in switches and (joined or not following.startswith("-")):
             raise BadInput(f"{name} {value or following}: takes no value; write {switch} or --no-{switch[2:]}.")
-    return tyro.cli(args, args=words)
+    return words
 
 
 def flag(name: str) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from common.arguments import BadInput, Fault, parse
+from common.arguments import BadInput, Fault
 
 GRACE = 10.0  # seconds from a stop request to the next boundary, after which the process ends at once
 
@@ -80,6 +80,7 @@ class World:
         gloo may abort the process if a DDP reducer outlives its group.
         """
         self._timeout, self._signum, self._alive, self._armed = timeout, 0, time.monotonic(), -math.inf
+        self._grace = 1.0  # until the ranks have met, a request ends the process almost at once
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         previous = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -91,6 +92,7 @@ class World:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: no rank outlives a killed torchrun
         try:
             self._init_process_group(timeout)
+            self._grace = GRACE
             yield
         except BaseException as error:
             if not isinstance(error, BadInput | Fault) and not out_of_memory(error) and not peer_ended(error):
@@ -137,8 +139,7 @@ class World:
         """Thread: note the first signal; end the process on a second one, after `GRACE`, or after `timeout`."""
         asked = None
         while True:
-            grace = GRACE if dist.is_initialized() else 1.0  # before, nothing was written that could be lost
-            deadline = self._alive + self._timeout if asked is None else asked + grace
+            deadline = self._alive + self._timeout if asked is None else asked + self._grace
             if connection.wait([wake_read], max(0.0, deadline - time.monotonic())):
                 received = os.read(wake_read, 1)
                 if not received:
@@ -150,7 +151,7 @@ class World:
                     self._signum, asked = received[0], time.monotonic()
                 elif time.monotonic() - asked > 0.5:  # launchers may deliver one request twice
                     end_now(128 + self._signum)
-            elif asked is not None and time.monotonic() > asked + grace:
+            elif asked is not None and time.monotonic() > asked + self._grace:
                 end_now(128 + self._signum)
             elif asked is None and time.monotonic() > self._alive + self._timeout:
                 note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at"
@@ -239,11 +240,10 @@ def end_now(code: int) -> None:
     os._exit(code)
 
 
-def launch(main: Callable[[Any], None], args: type[Any]) -> None:
-    """Run `main` with `args` from the command line, and end with its exit code.
+def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
+    """Run `main(parse())` and end with its exit code: 0 done, 2 bad input, 1 a fault, 128 + signal.
 
-    That is 0 done, 2 bad input, 1 a fault, 128 + signal. Parsing speaks on rank 0 alone; a traceback comes from the
-    rank that failed.
+    Parsing speaks on rank 0 alone; a traceback comes from the rank that failed.
     """
     rank = int(os.environ.get("RANK", 0))
     for name in ("stdout", "stderr"):
@@ -255,9 +255,9 @@ def launch(main: Callable[[Any], None], args: type[Any]) -> None:
                 nowhere = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nowhere))
                 stack.enter_context(redirect_stderr(nowhere))
-            parsed = parse(args, sys.argv[1:])
+            args = parse()
         gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
-        main(parsed)
+        main(args)
         return
     except (BadInput, Fault) as error:  # mostly raised alike by all ranks: one of them says it
         code, agreed = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"

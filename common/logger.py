@@ -31,7 +31,7 @@ class Logger:
 
     `file`: the script; `columns`: the header of metrics.csv after `global_step`. Raises `BadInput` for a directory
     that holds a run or cannot be written (--run-dir), and where wandb is missing or not logged in (--track); later
-    `Fault`, with the path, where something cannot be written. A run that ends before its first row leaves nothing.
+    `Fault`, with the path, where something cannot be written. A run that fails before its first row leaves nothing.
     """
 
     def __init__(self, args: Any, file: str, columns: tuple[str, ...], world: World) -> None:

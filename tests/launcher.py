@@ -85,7 +85,7 @@ def main(words: list[str]) -> None:
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)
-    distributed.launch(script.main, script.Args)
+    distributed.launch(script.main, lambda: script.tyro.cli(script.Args, args=script.command_line(script.Args)))
 
 
 if __name__ == "__main__":

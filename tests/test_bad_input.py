@@ -9,7 +9,7 @@ import common.arguments
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.arguments import BadInput, crossed, parse, require_divisible
+from common.arguments import BadInput, command_line, crossed, require_divisible
 from runs import ROOT, finish, start
 
 NAN = math.nan
@@ -107,8 +107,9 @@ def test_what_main_refuses(flags, needed, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", ["--norm-obs True", "--norm_obs on", "--norm-obs=1", "--no-cuda 1"])
 def test_a_switch_takes_no_value(words):
     with pytest.raises(BadInput, match=r"--\S+ \w+: takes no value; write --(\S+) or --no-\1\."):
-        parse(ppo_ddp.Args, words.split())
-    assert parse(ppo_ddp.Args, ["--norm-obs", "--seed", "1"]).norm_obs
+        command_line(ppo_ddp.Args, words.split())
+    right = ["--norm-obs", "--seed", "1", "--no-track"]
+    assert command_line(ppo_ddp.Args, right) == right
 
 
 def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):
