@@ -4,9 +4,7 @@
     torchrun --nproc_per_node=2 ppg_ddp.py --env-id CartPole-v1
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppg_ddp.py --num-envs 8
 
-To use it in a project of your own, copy this file and
-    common/acting.py common/arguments.py common/distributed.py common/environments.py common/evaluation.py
-    common/logger.py common/normalization.py
+To use it in a project of your own, copy this file and `common/`.
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
 policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
@@ -32,8 +30,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import gymnasium as gym
@@ -44,65 +41,30 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
-from common.arguments import (
-    BadInput,
-    command_line,
-    crossed,
-    flag,
-    require,
-    require_compiler,
-    require_divisible,
-    require_divisor,
-    require_memory,
-)
-from common.distributed import Diverged, World, launch
-from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, is_native_atari, make_envs
-from common.evaluation import evaluate, evaluation_here
+from common.arguments import RunArgs, command_line, require, require_divisible, require_divisor
+from common.distributed import World
+from common.environments import Environments, environments
+from common.episodes import EpisodeStatistics, episode_row, evaluate
+from common.equality import check_equal
+from common.launch import BadInput, launch
 from common.logger import Logger
-from common.normalization import RunningMoments, discounted_returns
+from common.machine import require_compiler, require_memory
+from common.normalization import RunningMoments, discounted_returns, standardized
+from common.periods import crossed
+from common.ranges import Count, Fraction, Norm, Period, Positive, Weight
 
 
 @dataclass
-class Args:
-    # run
-    seed: int = 1
-    """seed of everything random, from 0 to 2**32 - 1"""
-    total_timesteps: int = 500_000
-    """budget in environment transitions, all ranks; the whole iterations that fit are run"""
-    run_dir: str | None = None
-    """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
-    track: bool = False
-    """log to Weights & Biases too (offline with WANDB_MODE=offline)"""
-    wandb_project_name: str = "lockstep"
-    """wandb's project"""
-    wandb_entity: str | None = None
-    """wandb's user or team"""
-    cuda: bool = True
-    """use GPUs where there are any"""
-    num_threads: int = 0
-    """threads per rank, of torch and of Atari; 0: one, or for large images the cores divided by the local ranks"""
-    compile: bool = False
-    """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
-    eval_every: int = 50_000
-    """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
-    eval_episodes: int = 20
-    """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
-    stop_at_return: float | None = None
-    """end the run once an evaluation reaches this mean return"""
-    save_model: bool = False
-    """write model.pt at the end"""
-    check_sync_every: int = 100_000
-    """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
-    timeout: float = 600.0
-    """seconds without a boundary (iteration, auxiliary epoch, 100 evaluation steps); then ranks print stacks and end"""
-
+class Args(RunArgs):
     # environment
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
-    num_envs: int = 4
+    total_timesteps: Count = 500_000
+    """budget in environment transitions, all ranks; the whole iterations that fit are run"""
+    num_envs: Count = 4
     """parallel environments, all ranks"""
-    vectorization: Literal["sync", "async"] = "sync"
-    """async: a process for each environment, those of evaluation too, if slow; Atari always uses its own threads"""
+    compile: bool = False
+    """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -111,68 +73,49 @@ class Args:
     """divide rewards by the running standard deviation of discounted returns over all ranks"""
 
     # algorithm
-    num_steps: int = 128
+    num_steps: Count = 128
     """steps of each environment per iteration"""
-    num_minibatches: int = 4
+    num_minibatches: Count = 4
     """minibatches per epoch, each with as many steps of every environment"""
-    update_epochs: int = 1
+    update_epochs: Count = 1
     """epochs over an iteration's batch"""
-    learning_rate: float = 5e-4
+    learning_rate: Positive = 5e-4
     """Adam's learning rate"""
     anneal_lr: bool = True
     """lower the learning rate linearly to 0 over the run"""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """Adam's epsilon"""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """discount"""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of generalised advantage estimation"""
-    clip_coef: float = 0.2
+    clip_coef: Positive = 0.2
     """clipping of the probability ratio, and of the value's move with --clip-vloss"""
     clip_vloss: bool = False
     """clip the value loss"""
     norm_adv: Literal["minibatch", "batch", "none"] = "batch"
     """what advantages are normalised over, always on all ranks"""
-    ent_coef: float = 0.01
+    ent_coef: Weight = 0.01
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: Weight = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: Norm = 0.5
     """largest norm of the gradient, inf: unclipped"""
-    target_kl: float | None = None
+    target_kl: Positive | None = None
     """end an iteration's epochs once an epoch's mean approx_kl, over all ranks, exceeds this"""
-    n_pi: int = 16
+    n_pi: Count = 16
     """iterations per policy phase; an auxiliary phase follows each, over all their transitions"""
-    aux_epochs: int = 6
+    aux_epochs: Period = 6
     """epochs of an auxiliary phase; 0: no auxiliary phases, which on vectors is PPO"""
-    num_aux_minibatches: int = 16
+    num_aux_minibatches: Count = 16
     """minibatches per auxiliary epoch, each with as many steps of every environment"""
-    aux_learning_rate: float = 5e-4
+    aux_learning_rate: Positive = 5e-4
     """the auxiliary phase's learning rate, annealed with the policy phase's"""
-    beta_clone: float = 1.0
+    beta_clone: Weight = 1.0
     """weight of the KL divergence from the policy before the auxiliary phase"""
 
     def __post_init__(self) -> None:
-        for name in ("total_timesteps", "eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs"):
-            require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
-        for name in ("n_pi", "num_aux_minibatches"):
-            require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
-        for name in ("seed", "num_threads", "eval_every", "check_sync_every", "aux_epochs"):
-            require(getattr(self, name) >= 0, flag(name), getattr(self, name), "an integer of at least 0")
-        require(self.num_threads <= 1024, "--num-threads", self.num_threads, "at most 1024")
-        for name in ("learning_rate", "adam_eps", "clip_coef", "timeout", "aux_learning_rate"):
-            require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
-        for name in ("ent_coef", "vf_coef", "beta_clone"):
-            require(0 <= getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number of at least 0")
-        require(self.seed < 2**32, "--seed", self.seed, "below 2**32")
-        require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
-        for name in ("gamma", "gae_lambda"):
-            require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
-        require(self.max_grad_norm > 0, "--max-grad-norm", self.max_grad_norm, "a number above 0 (inf: no clipping)")
-        require(self.target_kl is None or self.target_kl > 0, "--target-kl", self.target_kl, "above 0, or None")
-        if self.stop_at_return is not None:
-            require(self.stop_at_return > -math.inf, "--stop-at-return", self.stop_at_return, "a number")
-            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
+        super().__post_init__()
         require_divisible("--num-steps", self.num_steps, self.num_minibatches, "--num-minibatches")
         size = self.num_envs * self.num_steps
         normalized = {"minibatch": size // self.num_minibatches, "batch": size, "none": 2}[self.norm_adv]
@@ -260,6 +203,7 @@ class Agent(nn.Module):
         return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
 
     def value(self, obs: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Values (B,), of the policy's features (B, num_features), or of obs (B, *shape) by a trunk of their own."""
         return self.critic(self.value_trunk(obs)).squeeze(-1)
 
     def log_prob_entropy(self, pi: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -371,139 +315,92 @@ class AuxLoss(nn.Module):
 
 
 def compute_gae(
-    rewards: np.ndarray, values: np.ndarray, next_values: np.ndarray, dones: np.ndarray, gamma: float, gae_lambda: float
+    rewards: np.ndarray, values: np.ndarray, next_value: np.ndarray, dones: np.ndarray, gamma: float, gae_lambda: float
 ) -> np.ndarray:
-    """Generalised advantage estimates (arXiv:1506.02438 eq. 16), all (T, n).
+    """Generalised advantage estimates (arXiv:1506.02438 eq. 16): all (T, n), `next_value` (n,) of what follows.
 
-    next_values[t]: what the observation after step t is worth, 0 where the episode terminated, V of its last
-    observation where it was truncated; `dones`: 1.0 where it ended either way, which cuts the sum.
+    `dones`: 1.0 where the episode ended after the step, which cuts the sum; where it was truncated, what its last
+    observation is worth is in the reward.
     """
-    advantages = np.empty_like(values)
-    delta = rewards + gamma * next_values - values
-    keep = gamma * gae_lambda * (1.0 - dones)
-    lastgaelam = np.zeros_like(values[0])
+    advantages, nonterminal = np.empty_like(values), 1.0 - dones
+    delta = rewards + gamma * np.concatenate([values[1:], next_value[None]]) * nonterminal - values
+    decay = gamma * gae_lambda * nonterminal
+    lastgaelam = np.zeros_like(next_value)
     for t in range(len(rewards) - 1, -1, -1):
-        advantages[t] = lastgaelam = delta[t] + keep[t] * lastgaelam
+        advantages[t] = lastgaelam = delta[t] + decay[t] * lastgaelam
     return advantages
 
 
-def values_after_steps(
-    values: np.ndarray,
-    next_value: np.ndarray,
-    terminations: np.ndarray,
-    truncated: list[tuple[int, int]],
-    final_values: np.ndarray,
-) -> np.ndarray:
-    """What follows each step is worth, (T, n): the next value, 0 after a termination, V of a truncation's last obs.
-
-    `values` (T, n), `next_value` (n,) after the last step, `terminations` (T, n); `truncated` lists the (step,
-    environment) pairs whose last observations have `final_values`.
-    """
-    next_values = np.concatenate([values[1:], next_value[None]])
-    next_values[terminations] = 0.0
-    for place, value in zip(truncated, final_values, strict=True):
-        next_values[place] = value
-    return next_values
-
-
-def minibatch_places(
-    generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, here: slice
+def minibatch_inds(
+    generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, local_envs: slice
 ) -> torch.Tensor:
-    """Shuffled places in a flattened (num_steps, local_num_envs) batch: (num_epochs, num_minibatches, local minibatch).
+    """Shuffled indices into a flattened (num_steps, local_num_envs): (num_epochs, num_minibatches, local minibatch).
 
     The time indices of each environment are permuted by the shared generator and cut, so that a global minibatch
     holds as many steps of every environment, and the same ones at any world size.
     """
-    order = torch.rand(num_epochs, num_envs, num_steps, generator=generator)[:, here].argsort(stable=True)
+    order = torch.rand(num_epochs, num_envs, num_steps, generator=generator)[:, local_envs].argsort(stable=True)
     local_num_envs = order.shape[1]
-    places = order * local_num_envs + torch.arange(local_num_envs)[:, None]
-    places = places.view(num_epochs, local_num_envs, num_minibatches, -1).transpose(1, 2)
-    return places.reshape(num_epochs, num_minibatches, -1)
+    inds = order * local_num_envs + torch.arange(local_num_envs)[:, None]
+    inds = inds.view(num_epochs, local_num_envs, num_minibatches, -1).transpose(1, 2)
+    return inds.reshape(num_epochs, num_minibatches, -1)
 
 
-def normalize_advantages(advantages: torch.Tensor, world: World) -> torch.Tensor:
-    """Rows (..., local size) -> zero mean and unit variance (N - 1) of each row over all ranks."""
-    wide = advantages.double()
-    sums = torch.stack([wide.sum(-1), (wide**2).sum(-1)])
-    first, second = world.gather(sums.flatten()).sum(0).reshape(2, *advantages.shape[:-1], 1)  # collective
-    count = advantages.shape[-1] * world.world_size
-    std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
-    mean, std = (torch.from_numpy(x).to(advantages) for x in (first / count, std))
-    return (advantages - mean) / (std + 1e-8)
-
-
-def update_stats(stats: list[tuple[torch.Tensor, ...]], clip_coef: float) -> np.ndarray:
-    """What `PPOLoss` returned for k minibatches -> sums over them of the numbers named in `STATS`, in float64."""
-    *losses, logratio = (torch.stack(parts).double() for parts in zip(*stats, strict=True))  # (k,), ..., (k, B)
+def loss_sums(stats: list[tuple[torch.Tensor, ...]], clip_coef: float) -> dict[str, float]:
+    """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by the names in `LOSSES`."""
+    *losses, logratio = (torch.stack(part).double() for part in zip(*stats, strict=True))  # (k,), ..., (k, B)
     ratio = logratio.exp()
     approx_kl = ratio - 1 - logratio  # http://joschu.net/blog/kl-approx.html
     clipped = ((ratio - 1).abs() > clip_coef).double()
     means = [*losses, -logratio.mean(-1), approx_kl.mean(-1), clipped.mean(-1)]
-    return torch.stack(means).sum(-1).cpu().numpy()
+    return dict(zip(LOSSES, torch.stack(means).sum(-1).tolist(), strict=True))
 
 
-STATS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-AUX_STATS = ("aux/aux_value_loss", "aux/kl_loss", "aux/real_value_loss")
+LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+AUX_LOSSES = ("aux/aux_value_loss", "aux/kl_loss", "aux/real_value_loss")
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *(f"losses/{name}" for name in STATS),
+    *(f"losses/{name}" for name in LOSSES),
     *("losses/explained_variance", "losses/epochs"),
-    *(f"losses/{name}" for name in AUX_STATS),
-    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/aux", "time/eval"),
+    *(f"losses/{name}" for name in AUX_LOSSES),
+    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
+    "time/aux",
 )
 
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
     world = World(args.cuda)
-    require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
-    if args.compile and world.device.type == "cpu":
-        require_compiler()
-    with ExitStack() as stack:
-        here, spaces = range(args.num_envs)[world.here(args.num_envs)], (gym.spaces.Discrete, gym.spaces.Box)
-        atari, threads = is_native_atari(args.env_id), args.num_threads or world.cores
-        options = spaces, args.vectorization, threads
-        envs = make_envs(args.env_id, args.seed, TRAINING, here, *options, args.life_loss)
-        stack.callback(close, envs)
-        if args.norm_obs and len(envs.single_observation_space.shape) == 3:
+    if args.compile:
+        require_compiler(world)
+    action_spaces = gym.spaces.Discrete, gym.spaces.Box
+    with environments(args, world, action_spaces, args.life_loss) as (envs, eval_envs):
+        obs_space = envs.single_observation_space
+        if args.norm_obs and len(obs_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
-        episodes_here, eval_envs = evaluation_here(args.eval_episodes, world), None
-        if args.eval_every and episodes_here:
-            eval_envs = make_envs(args.env_id, args.seed, EVALUATION, episodes_here, *options)
-            stack.callback(close, eval_envs)
-        transition = envs.single_observation_space.dtype.itemsize * math.prod(envs.single_observation_space.shape)
-        nbytes = args.num_steps * len(here) * (transition + 16 * args.update_epochs + 100)
+        transition = obs_space.dtype.itemsize * math.prod(obs_space.shape)
+        nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)
         if args.aux_epochs:
-            nbytes += args.n_pi * args.num_steps * len(here) * (transition + 16 * args.aux_epochs + 100)
-        require_memory("--num-steps", args.num_steps, nbytes, world.local_world_size)
-        logger = stack.enter_context(Logger(args, __file__, COLUMNS, world))
-        large = is_large(envs.single_observation_space, channels_first=atari)
-        torch.set_num_threads(threads if large or args.num_threads else 1)
-        with world.process_group(args.timeout):
-            train(args, world, envs, eval_envs, atari, logger)
+            nbytes += args.n_pi * args.num_steps * envs.num_envs * (transition + 16 * args.aux_epochs + 100)
+        require_memory("--num-steps", args.num_steps, nbytes, world)
+        torch.set_num_threads(args.num_threads or (world.cores if is_large(obs_space, envs.atari) else 1))
+        with Logger(args, __file__, COLUMNS, world) as logger, world.process_group(args.timeout):
+            train(args, world, envs, eval_envs, logger)
 
 
-def train(
-    args: Args,
-    world: World,
-    envs: Environments,
-    eval_envs: Environments | None,
-    atari: bool,
-    logger: Logger,
-) -> None:
-    """The training loop, inside the process group; leaving it drops the DDP modules."""
+def train(args: Args, world: World, envs: Environments, eval_envs: Environments | None, logger: Logger) -> None:
+    """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
     device = world.device
-    here, local_num_envs = world.here(args.num_envs), envs.num_envs
+    local_envs, local_num_envs = world.here(args.num_envs), envs.num_envs  # which of all are here, and how many
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    logger.note(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    agent = Agent(obs_space, action_space, channels_first=atari).to(device)
+    agent = Agent(obs_space, action_space, channels_first=envs.atari).to(device)
     parameters = list(agent.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     loss_fn = PPOLoss(agent, args)
@@ -515,14 +412,19 @@ def train(
     if args.compile:
         loss_fn.compile()
         aux_loss_fn.compile()
-    # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent.
-    # Two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
-    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else loss_fn  # collective
-    ddp_aux_loss = DDP(aux_loss_fn, gradient_as_bucket_view=True) if world.world_size > 1 else aux_loss_fn  # collective
+    # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
+    # two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
+    options = {"gradient_as_bucket_view": True}
+    ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
+    ddp_aux_loss = DDP(aux_loss_fn, **options) if world.world_size > 1 else aux_loss_fn  # collective
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
+    # what is equal on all ranks at all times
+    state = {"agent": agent, "optimizer": optimizer, "generator": generator}
+    state |= {"aux_critic": aux_critic, "aux_optimizer": aux_optimizer}
+    state |= {"obs_moments": obs_moments, "return_moments": return_moments}
 
     # storage of one iteration; numpy arrays and torch tensors share memory
-    shape = (args.num_steps, local_num_envs)
+    shape, image = (args.num_steps, local_num_envs), agent.trunk.image
     action_shape = () if agent.discrete else (math.prod(action_space.shape),)
     np_dtype = torch.empty(0).numpy().dtype
     obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
@@ -557,9 +459,9 @@ def train(
         return env_actions(agent.mode(network_policy(normalized(raw))))
 
     next_obs = envs.start()
-    statistics = EpisodeStatistics(local_num_envs)
+    episodes = EpisodeStatistics(local_num_envs)
     return_carry = np.zeros(local_num_envs)
-    start_time, eval_time = time.perf_counter(), 0.0
+    logger.start(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
 
     for iteration in range(1, num_iterations + 1):
         global_step = iteration * batch_size
@@ -570,32 +472,28 @@ def train(
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()
         draw = torch.rand if agent.discrete else torch.randn
-        noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, here].numpy()
-        truncated, final_obs = [], []
-        numpy_policy = None  # what acts on vectors in the networks' place
-        if not agent.trunk.image:
-            inputs = normalized(next_obs)
-            numpy_policy = checked(agent.numpy_policy, network_policy, inputs, thorough=iteration == 1)
+        noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
+        final_obs = []  # of truncated episodes, in the order of `truncations`
+        if not image:  # what acts on vectors in the networks' place
+            policy = checked(agent.numpy_policy, network_policy, normalized(next_obs), thorough=iteration == 1)
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
-                if numpy_policy:
-                    pi = numpy_policy(normalized(next_obs))
-                else:  # the features of images are kept, not computed twice
+                if image:  # whose features are kept, not computed twice
                     features[step] = agent.trunk(network_input(next_obs))
                     pi = agent.policy(features[step]).cpu().numpy()
+                else:
+                    pi = policy(normalized(next_obs))
                 actions[step] = agent.sample(pi, noise[step])
                 next_obs, reward, termination, truncation, infos = envs.step(env_actions(actions[step]))
                 rewards[step], terminations[step], truncations[step] = reward, termination, truncation
-                statistics.step(reward, termination | truncation, infos)
+                episodes.step(reward, termination | truncation, infos)
                 if truncation.any():
-                    for i in np.flatnonzero(truncation & ~termination):
-                        truncated.append((step, i))
-                        final_obs.append(infos["final_obs"][i].copy())
+                    final_obs += [infos["final_obs"][i].copy() for i in np.flatnonzero(truncation & ~termination)]
 
-        # values (bootstraps included) and log-probabilities of the whole rollout at once
+        # values and log-probabilities of the whole rollout at once
         dones = terminations | truncations
-        learning_rewards = np.sign(rewards) if atari else rewards
+        learning_rewards = np.sign(rewards) if envs.atari else rewards
         if args.norm_reward:
             part = return_moments.part(discounted_returns(learning_rewards, dones, args.gamma, return_carry))
             return_moments.merge(world.gather(part))  # collective
@@ -603,50 +501,50 @@ def train(
         b_obs = network_input(obs.reshape(-1, *obs_space.shape))
         b_actions = torch.from_numpy(actions.reshape(-1, *action_shape)).to(device)
         with torch.no_grad():
-            b_features = agent.trunk(b_obs) if numpy_policy else features.flatten(0, 1)
+            b_features = features.flatten(0, 1) if image else agent.trunk(b_obs)
             b_logprobs, _ = agent.log_prob_entropy(agent.policy(b_features), b_actions)
+            # in parts, so that a value network of convolutions takes no more memory than in the update
             parts = zip(b_obs.chunk(args.num_minibatches), b_features.chunk(args.num_minibatches), strict=True)
             b_values = torch.cat([agent.value(*part) for part in parts])
             last_obs = network_input(np.stack([*next_obs, *final_obs]))
             last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
         values = b_values.cpu().numpy().reshape(shape)
         next_value, final_values = np.split(last_values, [local_num_envs])
-        next_values = values_after_steps(values, next_value, terminations, truncated, final_values)
+        learning_rewards = learning_rewards.astype(np_dtype)
+        learning_rewards[truncations & ~terminations] += args.gamma * final_values  # truncation bootstraps
         advantages = compute_gae(
-            learning_rewards.astype(np_dtype), values, next_values, dones.astype(np_dtype), args.gamma, args.gae_lambda
+            learning_rewards, values, next_value, dones.astype(np_dtype), args.gamma, args.gae_lambda
         )
         b_advantages = torch.from_numpy(advantages.ravel()).to(device)
         b_returns = b_advantages + b_values
         update_start = time.perf_counter()
 
         # update
-        places = minibatch_places(
-            generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, here
+        mb_inds = minibatch_inds(
+            generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, local_envs
         ).to(device)
         if args.norm_adv == "batch":
-            b_advantages = normalize_advantages(b_advantages, world)  # collective
-        mb_advantages = b_advantages[places]
+            b_advantages = standardized(b_advantages, world)  # collective
+        mb_advantages = b_advantages[mb_inds]
         if args.norm_adv == "minibatch":
-            mb_advantages = normalize_advantages(mb_advantages, world)  # collective
+            mb_advantages = standardized(mb_advantages, world)  # collective
         stats = []
         for epoch in range(args.update_epochs):
-            batch = (b_obs, b_actions, b_logprobs, b_returns, b_values)
-            minibatches = zip(*(x[places[epoch]] for x in batch), mb_advantages[epoch], strict=True)
-            for mb_obs, mb_actions, mb_logprobs, mb_returns, mb_values, mb_advantage in minibatches:
-                loss, parts = ddp_loss(mb_obs, mb_actions, mb_logprobs, mb_advantage, mb_returns, mb_values)
-                optimizer.zero_grad(set_to_none=True)
+            for mb, mb_advantage in zip(mb_inds[epoch], mb_advantages[epoch], strict=True):
+                batch = b_obs[mb], b_actions[mb], b_logprobs[mb], mb_advantage, b_returns[mb], b_values[mb]
+                loss, mb_stats = ddp_loss(*batch)
+                optimizer.zero_grad()
                 loss.backward()  # collective
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
-                stats.append(parts)
+                stats.append(mb_stats)
             if args.target_kl is not None:
-                approx_kl = update_stats(stats[-args.num_minibatches :], args.clip_coef)[STATS.index("approx_kl")]
-                if world.gather([approx_kl]).mean() > args.target_kl * args.num_minibatches:  # collective
+                sums = loss_sums(stats[-args.num_minibatches :], args.clip_coef)
+                if world.gather([sums["approx_kl"]]).mean() / args.num_minibatches > args.target_kl:  # collective
                     break
         if args.norm_obs:
             obs_moments.merge(world.gather(obs_moments.part(obs)))  # collective; last, so that ratios start at 1
-
-        stats_sum = update_stats(stats, args.clip_coef)
+        sums = episodes.pop() | loss_sums(stats, args.clip_coef) | {"updates": len(stats)}
         update_end = time.perf_counter()
 
         # auxiliary phase
@@ -660,88 +558,60 @@ def train(
             with torch.no_grad():  # the old policy of the whole store, before the first auxiliary update
                 parts = np.array_split(flat_obs, args.num_aux_minibatches)
                 old_pi = torch.cat([agent.policy(agent.trunk(network_input(part))) for part in parts])
-            places = minibatch_places(
-                generator, args.aux_epochs, args.num_aux_minibatches, args.n_pi * args.num_steps, args.num_envs, here
+            steps = args.n_pi * args.num_steps
+            aux_inds = minibatch_inds(
+                generator, args.aux_epochs, args.num_aux_minibatches, steps, args.num_envs, local_envs
             )
-            for epoch_places in places:
-                for mb in epoch_places:
+            for epoch_inds in aux_inds:
+                for mb in epoch_inds:
                     mb_obs, mb_on_device = network_input(flat_obs[mb]), mb.to(device)
-                    loss, parts = ddp_aux_loss(mb_obs, flat_returns[mb_on_device], old_pi[mb_on_device])
-                    aux_optimizer.zero_grad(set_to_none=True)
+                    loss, mb_stats = ddp_aux_loss(mb_obs, flat_returns[mb_on_device], old_pi[mb_on_device])
+                    aux_optimizer.zero_grad()
                     loss.backward()  # collective
                     nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
                     aux_optimizer.step()
-                    aux_stats.append(parts)
+                    aux_stats.append(mb_stats)
                 world.gather([])  # collective; a boundary
                 if world.stop:
                     break
-        aux_stats_sum = torch.tensor(aux_stats or [[0.0] * len(AUX_STATS)], dtype=torch.float64).sum(0).numpy()
+        aux_sums = torch.tensor(aux_stats or [[0.0] * len(AUX_LOSSES)], dtype=torch.float64).sum(0).tolist()
         aux_end = time.perf_counter()
 
         # metrics: sums and counts of all ranks, divided once
         residuals = advantages.astype(np.float64)  # returns - values
-        targets = values + residuals
-        sums = statistics.pop() | dict(zip(STATS, stats_sum, strict=True)) | {"updates": len(stats)}
-        sums |= {"residual": residuals.sum(), "residual^2": (residuals**2).sum()}
-        sums |= {"target": targets.sum(), "target^2": (targets**2).sum()}
+        for name, x in (("residual", residuals), ("target", values + residuals)):
+            sums |= {name: x.sum(), f"{name}^2": (x**2).sum()}
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
-        sums |= dict(zip(AUX_STATS, aux_stats_sum, strict=True)) | {"aux_updates": len(aux_stats)}
+        sums |= {"aux_updates": len(aux_stats)} | dict(zip(AUX_LOSSES, aux_sums, strict=True))
         if aux_stats:
             times["time/aux"] = aux_end - update_end
         total = world.reduce(sums, maxima=times)  # collective
-        wall = time.perf_counter() - start_time
-        row = {"global_step": global_step, "charts/learning_rate": fraction * args.learning_rate}
-        row["charts/episodes"] = int(total["episodes"])
-        if total["episodes"]:
-            row["charts/episodic_return"] = total["return"] / total["episodes"]
-            row["charts/episodic_length"] = total["length"] / total["episodes"]
-        row |= {f"losses/{name}": total[name] / total["updates"] for name in STATS}
+        row = episode_row(total) | {name: total[name] for name in times}
+        row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
+        row |= {f"losses/{name}": total[name] / total["updates"] for name in LOSSES}
         if total["aux_updates"]:
-            row |= {f"losses/{name}": total[name] / total["aux_updates"] for name in AUX_STATS}
-        target_variance = total["target^2"] - total["target"] ** 2 / batch_size
-        if target_variance > 0:
-            residual_variance = total["residual^2"] - total["residual"] ** 2 / batch_size
-            row["losses/explained_variance"] = 1 - residual_variance / target_variance
-        row |= {"losses/epochs": epoch + 1, "time/wall": wall, "time/SPS": global_step / (wall - eval_time)}
-        row |= {name: total[name] for name in times}
-        logger.log(row)
-        if not all(math.isfinite(total[name]) for name in (*STATS, *AUX_STATS)):
-            raise Diverged(
-                f"step {global_step}: a loss is not finite; try lower --learning-rate and --aux-learning-rate."
-            )
+            row |= {f"losses/{name}": total[name] / total["aux_updates"] for name in AUX_LOSSES}
+        residual_var, target_var = (total[f"{x}^2"] - total[x] ** 2 / batch_size for x in ("residual", "target"))
+        if target_var > 0:
+            row["losses/explained_variance"] = 1 - residual_var / target_var
+        logger.log(global_step, row)
 
         # what happens at multiples of a period
         before = global_step - batch_size
         if crossed(args.check_sync_every, before, global_step):
-            world.check_equal(
-                global_step,
-                agent=agent,
-                optimizer=optimizer,
-                aux_critic=aux_critic,
-                aux_optimizer=aux_optimizer,
-                generator=generator,
-                obs_moments=obs_moments,
-                return_moments=return_moments,
-            )  # collective
+            check_equal(global_step, state, world)  # collective
         if world.stop:
             break
         if args.eval_every and (crossed(args.eval_every, before, global_step) or iteration == num_iterations):
-            eval_start = time.perf_counter()
-            eval_returns, eval_lengths = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
+            row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
             if world.stop:
                 break
-            eval_time += time.perf_counter() - eval_start
-            row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
-            row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
-            row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
-            logger.log(row)
-            if args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return:
+            logger.log(global_step, row)
+            if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
                 break
 
     if args.save_model:
-        moments = {"obs_moments": obs_moments.state_dict(), "return_moments": return_moments.state_dict()}
-        networks = {"agent": agent.state_dict(), "aux_critic": aux_critic.state_dict()}
-        logger.save(networks | {"args": asdict(args), "global_step": global_step} | moments)
+        logger.save(global_step, state)
 
 
 if __name__ == "__main__":

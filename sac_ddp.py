@@ -4,9 +4,7 @@
     torchrun --nproc_per_node=2 sac_ddp.py --env-id HalfCheetah-v5
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 sac_ddp.py --num-envs 8
 
-To use it in a project of your own, copy this file and
-    common/acting.py common/arguments.py common/distributed.py common/environments.py common/evaluation.py
-    common/logger.py common/replay.py
+To use it in a project of your own, copy this file and `common/`.
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay arXiv:1511.05952):
 1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
@@ -24,10 +22,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
 
 import gymnasium as gym
 import numpy as np
@@ -38,105 +34,66 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
-from common.arguments import BadInput, Fault, command_line, crossed, flag, require, require_divisible
-from common.distributed import Diverged, World, launch
-from common.environments import EVALUATION, TRAINING, Environments, EpisodeStatistics, close, make_envs
-from common.evaluation import evaluate, evaluation_here
+from common.arguments import RunArgs, command_line, require, require_divisible
+from common.distributed import World
+from common.environments import Environments, environments
+from common.episodes import EpisodeStatistics, episode_row, evaluate
+from common.equality import check_equal
+from common.launch import BadInput, Fault, launch
 from common.logger import Logger
+from common.periods import crossed
+from common.ranges import Count, Fraction, Period, Positive, Rate
 from common.replay import ReplayBuffer
 
 
 @dataclass
-class Args:
-    # run
-    seed: int = 1
-    """seed of everything random, from 0 to 2**32 - 1"""
-    total_timesteps: int = 1_000_000
-    """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
-    run_dir: str | None = None
-    """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
-    track: bool = False
-    """log to Weights & Biases too (offline with WANDB_MODE=offline)"""
-    wandb_project_name: str = "lockstep"
-    """wandb's project"""
-    wandb_entity: str | None = None
-    """wandb's user or team"""
-    cuda: bool = True
-    """use GPUs where there are any"""
-    num_threads: int = 0
-    """torch threads per rank; 0: one (more pay where cores are idle)"""
-    eval_every: int = 10_000
-    """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
-    eval_episodes: int = 20
-    """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
-    stop_at_return: float | None = None
-    """end the run once an evaluation reaches this mean return"""
-    save_model: bool = False
-    """write model.pt at the end"""
-    log_every: int = 1_000
-    """write a row at each multiple of so many transitions (all ranks)"""
-    check_sync_every: int = 100_000
-    """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
-    timeout: float = 600.0
-    """seconds without a boundary (500 transitions, 100 steps of an evaluation); then ranks print stacks and end"""
+class Args(RunArgs):
+    eval_every: Period = 10_000
 
     # environment
     env_id: str = "Pendulum-v1"
     """gymnasium id, or module:id of your own"""
-    num_envs: int = 4
+    total_timesteps: Count = 1_000_000
+    """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
+    num_envs: Count = 4
     """parallel environments, all ranks"""
-    vectorization: Literal["sync", "async"] = "sync"
-    """async: a process for each environment, those of evaluation too, if slow"""
+    log_every: Count = 1_000
+    """write a row at each multiple of so many transitions (all ranks)"""
 
     # algorithm
-    buffer_size: int = 1_000_000
+    buffer_size: Count = 1_000_000
     """transitions kept, all ranks"""
-    batch_size: int = 256
+    batch_size: Count = 256
     """transitions per gradient step, all ranks"""
-    learning_starts: int = 5_000
+    learning_starts: Period = 5_000
     """transitions (all ranks) of uniform actions before the first gradient step"""
-    train_frequency: int = 1
+    train_frequency: Count = 1
     """transitions (all ranks) per gradient step"""
-    policy_lr: float = 3e-4
+    policy_lr: Positive = 3e-4
     """Adam's learning rate of the actor"""
-    q_lr: float = 1e-3
+    q_lr: Positive = 1e-3
     """Adam's learning rate of the critics and of the temperature"""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """discount"""
-    tau: float = 0.005
+    tau: Rate = 0.005
     """how far the target critics move to the others at each update; 1: a copy"""
-    target_network_frequency: int = 1
+    target_network_frequency: Count = 1
     """transitions (all ranks) between updates of the target critics, at most one per gradient step"""
-    policy_frequency: int = 2
+    policy_frequency: Count = 2
     """gradient steps of the critics from one update of the actor to the next, which then makes up for as many"""
     autotune: bool = True
     """learn the temperature, for a mean entropy of minus the number of action dimensions"""
-    alpha: float = 1.0
+    alpha: Positive = 1.0
     """temperature, the weight of the entropy; at the start, where it is learned"""
     prioritized: bool = False
     """sample by the TD error's size to the power of --per-alpha, over all ranks"""
-    per_alpha: float = 0.6
+    per_alpha: Fraction = 0.6
     """0: uniform; 1: in proportion to the TD error"""
-    per_beta: float = 0.4
+    per_beta: Fraction = 0.4
     """exponent of the importance weights at the start; it rises linearly to 1 at the end of the budget"""
 
     def __post_init__(self) -> None:
-        positive = ("total_timesteps", "eval_episodes", "num_envs", "log_every", "buffer_size", "batch_size")
-        for name in (*positive, "train_frequency", "target_network_frequency", "policy_frequency"):
-            require(getattr(self, name) >= 1, flag(name), getattr(self, name), "an integer of at least 1")
-        for name in ("seed", "num_threads", "eval_every", "check_sync_every", "learning_starts"):
-            require(getattr(self, name) >= 0, flag(name), getattr(self, name), "an integer of at least 0")
-        require(self.num_threads <= 1024, "--num-threads", self.num_threads, "at most 1024")
-        for name in ("policy_lr", "q_lr", "alpha", "timeout"):
-            require(0 < getattr(self, name) < math.inf, flag(name), getattr(self, name), "a number above 0")
-        require(self.seed < 2**32, "--seed", self.seed, "below 2**32")
-        require(self.timeout <= 1e6, "--timeout", self.timeout, "at most 1e6 seconds")
-        for name in ("gamma", "per_alpha", "per_beta"):
-            require(0 <= getattr(self, name) <= 1, flag(name), getattr(self, name), "a number from 0 to 1")
-        require(0 < self.tau <= 1, "--tau", self.tau, "a number above 0, at most 1")
-        if self.stop_at_return is not None:
-            require(self.stop_at_return > -math.inf, "--stop-at-return", self.stop_at_return, "a number")
-            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
+        super().__post_init__()
         require_divisible("--buffer-size", self.buffer_size, self.num_envs, "--num-envs")
         fits = self.batch_size <= self.buffer_size
         require(fits, "--batch-size", self.batch_size, f"at most --buffer-size ({self.buffer_size})")
@@ -292,13 +249,13 @@ def compute_td_target(
     return rewards + discounts * (min_qf_next_target - alpha * next_logprob)
 
 
-CRITIC_STATS = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
-ACTOR_STATS = ("actor_loss", "alpha_loss")
+CRITIC_LOSSES = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
+ACTOR_LOSSES = ("actor_loss", "alpha_loss")
 BOUNDARY = 500  # transitions (all ranks) after which a stop request is heard, however seldom rows are written
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *(f"losses/{name}" for name in ("qf_loss", *CRITIC_STATS, *ACTOR_STATS, "alpha")),
+    *(f"losses/{name}" for name in ("qf_loss", *CRITIC_LOSSES, *ACTOR_LOSSES, "alpha")),
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
 )
 
@@ -306,11 +263,7 @@ COLUMNS = (
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
     world = World(args.cuda)
-    require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
-    with ExitStack() as stack:
-        here, options = range(args.num_envs)[world.here(args.num_envs)], ((gym.spaces.Box,), args.vectorization)
-        envs = make_envs(args.env_id, args.seed, TRAINING, here, *options)
-        stack.callback(close, envs)
+    with environments(args, world, (gym.spaces.Box,)) as (envs, eval_envs):
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if len(obs_space.shape) != 1:
             raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
@@ -318,42 +271,22 @@ def main(args: Args) -> None:
         if not ((low < high) & (low >= -1e6) & (high <= 1e6)).all():  # beyond, float32 overflows in the losses
             needed = "must have distinct bounds, within -1e6 and 1e6 (gymnasium.wrappers.TransformAction gives such)"
             raise BadInput(f"--env-id {args.env_id}: action space {' '.join(str(action_space).split())} {needed}.")
-        episodes_here, eval_envs = evaluation_here(args.eval_episodes, world), None
-        if args.eval_every and episodes_here:
-            eval_envs = make_envs(args.env_id, args.seed, EVALUATION, episodes_here, *options)
-            stack.callback(close, eval_envs)
-        rb = ReplayBuffer(
-            args.buffer_size,
-            args.num_envs,
-            world,
-            obs_space,
-            (math.prod(action_space.shape),),
-            torch.empty(0).numpy().dtype,
-            gamma=args.gamma,
-            alpha=args.per_alpha if args.prioritized else 0.0,
-        )
-        logger = stack.enter_context(Logger(args, __file__, COLUMNS, world))
+        sizes, alpha = (args.buffer_size, args.num_envs), args.per_alpha if args.prioritized else 0.0
+        d, np_dtype = math.prod(action_space.shape), torch.empty(0).numpy().dtype
+        rb = ReplayBuffer(*sizes, world, obs_space, (d,), np_dtype, gamma=args.gamma, alpha=alpha)
         torch.set_num_threads(args.num_threads or 1)
-        with world.process_group(args.timeout):
+        with Logger(args, __file__, COLUMNS, world) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, rb, logger)
 
 
 def train(
-    args: Args,
-    world: World,
-    envs: Environments,
-    eval_envs: Environments | None,
-    rb: ReplayBuffer,
-    logger: Logger,
+    args: Args, world: World, envs: Environments, eval_envs: Environments | None, rb: ReplayBuffer, logger: Logger
 ) -> None:
-    """The training loop, inside the process group; leaving it drops the DDP modules."""
+    """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
     device = world.device
-    here, local_num_envs = world.here(args.num_envs), envs.num_envs
-    num_vector_steps = args.total_timesteps // args.num_envs
+    local_envs = world.here(args.num_envs)  # which of all environments are here
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    d = math.prod(action_space.shape)
-    budget = num_vector_steps * args.num_envs
-    logger.note(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
+    d, budget = math.prod(action_space.shape), args.total_timesteps // args.num_envs * args.num_envs
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
@@ -374,6 +307,9 @@ def train(
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.world_size > 1 else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.world_size > 1 else actor_loss_fn  # collective
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
+    # what is equal on all ranks at all times
+    state = {"actor": actor, "critics": critics, "critics_target": critics_target, "log_alpha": log_alpha}
+    state |= {"q_optimizer": q_optimizer, "actor_optimizer": actor_optimizer, "generator": generator}
 
     def as_taken(actions: np.ndarray) -> np.ndarray:
         """Actions (n, d) as the environments take them."""
@@ -391,26 +327,26 @@ def train(
 
     obs = envs.start()
     rb.start(obs)
-    statistics = EpisodeStatistics(local_num_envs)
-    ones = np.ones((local_num_envs, d), torch.empty(0).numpy().dtype)
+    episodes = EpisodeStatistics(envs.num_envs)
+    ones = np.ones((envs.num_envs, d), torch.empty(0).numpy().dtype)
     policy = checked(actor.numpy_policy, network_policy, obs, ones, thorough=True)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
-    critic_stats = torch.zeros(len(CRITIC_STATS), dtype=torch.float64, device=device)
-    actor_stats = torch.zeros(len(ACTOR_STATS), dtype=torch.float64, device=device)
-    critic_updates, actor_updates, update_time, eval_time, start_time = 0, 0, 0.0, 0.0, time.perf_counter()
-    row_start = start_time
+    critic_sums = torch.zeros(len(CRITIC_LOSSES), dtype=torch.float64, device=device)
+    actor_sums = torch.zeros(len(ACTOR_LOSSES), dtype=torch.float64, device=device)
+    logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
+    critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
 
-    for vector_step in range(1, num_vector_steps + 1):
-        global_step, before = vector_step * args.num_envs, (vector_step - 1) * args.num_envs
+    for global_step in range(args.num_envs, budget + 1, args.num_envs):
+        before = global_step - args.num_envs
 
         # collect: all environments' noise is drawn on every rank, each takes its own
         if before < args.learning_starts:
-            uniform = torch.rand(args.num_envs, d, generator=generator)[here].to(device)
+            uniform = torch.rand(args.num_envs, d, generator=generator)[local_envs].to(device)
             actions = (actor.bias + actor.scale * (2 * uniform - 1)).cpu().numpy()
         else:
-            actions = policy(obs, torch.randn(args.num_envs, d, generator=generator)[here].numpy())
+            actions = policy(obs, torch.randn(args.num_envs, d, generator=generator)[local_envs].numpy())
         obs, rewards, terminations, truncations, infos = envs.step(as_taken(actions))
-        ended = statistics.step(rewards, terminations | truncations, infos)
+        ended = episodes.step(rewards, terminations | truncations, infos)
         rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
 
         # update
@@ -426,22 +362,21 @@ def train(
                     alpha = log_alpha.exp()
                     td_target = compute_td_target(data.rewards, data.discounts, min_qf_next_target, next_logprob, alpha)
                 loss, (qf_losses, td_errors, qf) = ddp_critic_loss(data.obs, data.actions, td_target, data.weights)
-                q_optimizer.zero_grad(set_to_none=True)
+                q_optimizer.zero_grad()
                 loss.backward()  # collective
                 q_optimizer.step()
                 if args.prioritized:
                     rb.update_priorities(data.indices, td_errors)
-                critic_stats += torch.cat([qf_losses, scale * qf.sum(1)])
+                critic_sums += torch.cat([qf_losses, scale * qf.sum(1)])
                 critic_updates += 1
-
                 if k % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # makes up for the delay
                         noise = torch.randn(args.batch_size, d, generator=generator)[data.places].to(device)
                         loss, parts = ddp_actor_loss(data.obs, noise)
-                        actor_optimizer.zero_grad(set_to_none=True)
+                        actor_optimizer.zero_grad()
                         loss.backward()  # collective
                         actor_optimizer.step()
-                        actor_stats += torch.stack(parts)
+                        actor_sums += torch.stack(parts)
                         actor_updates += 1
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
@@ -455,67 +390,39 @@ def train(
             policy = checked(actor.numpy_policy, network_policy, obs, ones)
 
         # metrics: sums and counts of all ranks, divided once
-        last = vector_step == num_vector_steps or world.stop
+        last = global_step == budget or world.stop
         if crossed(args.log_every, before, global_step) or last:
-            sums = statistics.pop() | dict(zip(CRITIC_STATS, critic_stats.tolist(), strict=True))
-            sums |= dict(zip(ACTOR_STATS, actor_stats.tolist(), strict=True))
+            sums = episodes.pop() | dict(zip(CRITIC_LOSSES, critic_sums.tolist(), strict=True))
+            sums |= dict(zip(ACTOR_LOSSES, actor_sums.tolist(), strict=True))
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
             total = world.reduce(sums, maxima=times)  # collective
-            wall = time.perf_counter() - start_time
-            row = {"global_step": global_step, "charts/learning_rate": args.policy_lr}
-            row["charts/episodes"] = int(total["episodes"])
-            if total["episodes"]:
-                row["charts/episodic_return"] = total["return"] / total["episodes"]
-                row["charts/episodic_length"] = total["length"] / total["episodes"]
-            for names, updates in ((CRITIC_STATS, critic_updates), (ACTOR_STATS, actor_updates)):
+            row = episode_row(total) | {name: total[name] for name in times} | {"charts/learning_rate": args.policy_lr}
+            for names, updates in ((CRITIC_LOSSES, critic_updates), (ACTOR_LOSSES[: 1 + args.autotune], actor_updates)):
                 row |= {f"losses/{name}": total[name] / updates / world.world_size for name in names if updates}
             if critic_updates:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2
-            if not args.autotune:
-                row.pop("losses/alpha_loss", None)
             row["losses/alpha"] = log_alpha.exp().item()
-            row |= {"time/wall": wall, "time/SPS": global_step / (wall - eval_time)}
-            row |= {name: total[name] for name in times}
-            logger.log(row)
-            if not math.isfinite(sum(total[name] for name in (*CRITIC_STATS, *ACTOR_STATS))):
-                raise Diverged(f"step {global_step}: a loss is not finite; try lower --q-lr and --policy-lr.")
-            critic_stats.zero_()
-            actor_stats.zero_()
+            logger.log(global_step, row)
+            critic_sums.zero_()
+            actor_sums.zero_()
             critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
             if world.stop:
                 break
 
         # what happens at multiples of a period
         if crossed(args.check_sync_every, before, global_step):
-            world.check_equal(
-                global_step,
-                actor=actor,
-                critics=critics,
-                critics_target=critics_target,
-                log_alpha=log_alpha,
-                q_optimizer=q_optimizer,
-                actor_optimizer=actor_optimizer,
-                generator=generator,
-            )  # collective
+            check_equal(global_step, state, world)  # collective
         if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
-            eval_start = time.perf_counter()
-            eval_returns, eval_lengths = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
+            row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
             if world.stop:
                 break
-            eval_time += time.perf_counter() - eval_start
-            row = {"global_step": global_step, "eval/episodic_return": eval_returns.mean()}
-            row |= {"eval/episodic_length": eval_lengths.mean(), "eval/episodes": args.eval_episodes}
-            row |= {"time/wall": time.perf_counter() - start_time, "time/eval": time.perf_counter() - eval_start}
-            logger.log(row)
-            row_start = time.perf_counter() - (eval_start - row_start)  # evaluation is not rollout
-            if args.stop_at_return is not None and eval_returns.mean() >= args.stop_at_return:
+            logger.log(global_step, row)
+            row_start += row["time/eval"]  # evaluation is not rollout
+            if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
                 break
 
     if args.save_model:
-        networks = {"actor": actor, "critics": critics, "critics_target": critics_target}
-        state = {name: network.state_dict() for name, network in networks.items()}
-        state |= {"log_alpha": log_alpha.detach(), "action_scale": actor.scale, "action_bias": actor.bias}
-        logger.save(state | {"args": asdict(args), "global_step": global_step})
+        logger.save(global_step, state | {"action_scale": actor.scale, "action_bias": actor.bias})
 
 
 if __name__ == "__main__":

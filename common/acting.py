@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.arguments import Fault
+from common.launch import Fault
 
 Policy = Callable[..., np.ndarray]
 

@@ -1,21 +1,60 @@
-"""Checks of what a user sets, with one line per fault that names the flag and a valid value; and periods."""
+"""What a user sets: the flags that all scripts share, and checks whose one line names the flag and a valid value."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from common.launch import BadInput
+from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 
 
-class BadInput(ValueError):
-    """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
+@dataclass
+class RunArgs:
+    """Flags of every script: where and how it runs and how it is watched. Only `seed` changes what is learned."""
 
+    seed: Seed = 1
+    """seed of everything random, from 0 to 2**32 - 1"""
+    run_dir: str | None = None
+    """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
+    track: bool = False
+    """log to Weights & Biases too (offline with WANDB_MODE=offline)"""
+    wandb_project_name: str = "lockstep"
+    """wandb's project"""
+    wandb_entity: str | None = None
+    """wandb's user or team"""
+    cuda: bool = True
+    """use GPUs where there are any"""
+    num_threads: Threads = 0
+    """threads per rank, of torch and of Atari; 0: one, or for large images the cores divided by the local ranks"""
+    vectorization: Literal["sync", "async"] = "sync"
+    """async: a process for each environment, those of evaluation too, if slow; Atari always uses its own threads"""
+    eval_every: Period = 50_000
+    """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
+    eval_episodes: Count = 20
+    """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
+    stop_at_return: Return | None = None
+    """end the run once an evaluation reaches this mean return"""
+    save_model: bool = False
+    """write model.pt at the end"""
+    check_sync_every: Period = 100_000
+    """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
+    timeout: Seconds = 600.0
+    """seconds without a sign of life (an iteration, an auxiliary epoch, 500 transitions of DQN or SAC, 100 steps of an
+    evaluation); then ranks print stacks and end"""
 
-class Fault(RuntimeError):
-    """What ends a run though its settings could work. `launch` prints its one line and exits with code 1."""
+    def __post_init__(self) -> None:
+        """Check every field, a script's own too, against the range in its annotation."""
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            for annotated in (hint, *get_args(hint)):  # itself, or in a union with None
+                for valid, needed in (x for x in getattr(annotated, "__metadata__", ()) if isinstance(x, Range)):
+                    require(value is None or valid(value), flag(name), value, needed)
+        if self.stop_at_return is not None:
+            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
 
 
 def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:
@@ -56,35 +95,3 @@ def require_divisor(flag: str, value: int, size: int, size_name: str) -> None:
         valid = [*small, *(size // d for d in reversed(small))]  # ascending
         nearest = [d for d in valid if d < value][-1:] + [d for d in valid if d > value][:1]
         raise BadInput(f"{flag} {value}: must divide {size_name} ({size}), such as {' or '.join(map(str, nearest))}.")
-
-
-def require_memory(flag: str, value: object, nbytes: float, processes: int, smaller: str = "a smaller one") -> None:
-    """Raise `BadInput` unless `nbytes` in each of a machine's `processes` fit its free memory."""
-    needed, free = nbytes * processes / 1e9, free_memory() / 1e9
-    if needed > free:
-        fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
-        raise BadInput(f"{flag} {value}: {fault}; {smaller} fits.")
-
-
-def require_compiler() -> None:
-    """Raise `BadInput` (--compile) where torch would not find its C++ compiler; its own answer is 80 lines long."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    try:
-        subprocess.run([compiler, "--version"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        needed = f"a C++ compiler that runs: install {compiler}, or leave it off (--no-compile)"
-        raise BadInput(f"--compile: needs {needed}.") from error
-
-
-def free_memory() -> float:
-    """Bytes of main memory that can be had; infinite where the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")
-
-
-def crossed(period: int, before: int, now: int) -> bool:
-    """True where the step counter reached or passed a multiple of `period` between `before` and `now`; 0 is never."""
-    return period > 0 and now // period > before // period

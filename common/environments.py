@@ -1,23 +1,26 @@
-"""Vector environments: construction, seeds by global index, the spaces that fit, and episode statistics."""
+"""Vector environments: construction, seeds by global index, the spaces that fit."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
 import random
 import re
 import signal
-import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWrapper
 
-from common.arguments import BadInput, Fault, require_memory
+from common.arguments import RunArgs, require_divisible
+from common.distributed import World
+from common.launch import BadInput, Fault, end_with_parent
+from common.machine import require_memory
 
 TRAINING, EVALUATION = 0, 1  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
@@ -36,21 +39,24 @@ def is_native_atari(env_id: str) -> bool:
 
 
 class Environments(VectorWrapper):
-    """Environments known by their global indices, with a seed each; what they say is checked before it is used."""
+    """Environments known by their global indices, with a seed each; what they say is checked before it is used.
+
+    `atari`: they are ALE's own, with observations (4, 84, 84).
+    """
 
     def __init__(self, envs: VectorEnv, domain: int, indices: range, seeds: np.ndarray) -> None:
         super().__init__(envs)
         self.name = "environment" if domain == TRAINING else "evaluation episode"
         self.indices, self.seeds, self.steps = indices, seeds, 0
+        self.atari = type(envs.unwrapped).__name__ == "AtariVectorEnv"
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
         self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
 
     def start(self) -> np.ndarray:
         """Reset every environment with its own seed -> observations (n, *shape)."""
-        native = type(self.unwrapped).__name__ == "AtariVectorEnv"  # the one that takes an array, and only that
-        try:
-            obs, _ = self.env.reset(seed=self.seeds if native else self.seeds.tolist())
+        try:  # ALE's take an array, and only that
+            obs, _ = self.env.reset(seed=self.seeds if self.atari else self.seeds.tolist())
         except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
         self.steps = 0
@@ -87,6 +93,33 @@ class Environments(VectorWrapper):
             raise Fault(f"{where}: {what} is not finite ({value}){advice}.")
 
 
+@contextmanager
+def environments(
+    args: RunArgs, world: World, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
+) -> Iterator[tuple[Environments, Environments | None]]:
+    """This rank's environments, and one for each evaluation episode that it plays, if any; closed at the end.
+
+    `args` has `env_id` and `num_envs` too. Rank r plays the episodes e with e mod world size = r. Raises `BadInput` as
+    `make_envs` does, and for numbers of environments that do not divide or fit.
+    """
+    require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
+    here = range(args.num_envs)[world.here(args.num_envs)]
+    episodes = range(world.rank, args.eval_episodes if args.eval_every else 0, world.world_size)
+    options = args.vectorization, args.num_threads or world.cores
+    with ExitStack() as stack:
+        pair = []
+        for flag, domain, indices in (("--num-envs", TRAINING, here), ("--eval-episodes", EVALUATION, episodes)):
+            require_memory(flag, len(indices) * world.world_size, SMALLEST * len(indices), world)
+            if len(indices) > 1000 and world.rank == 0:
+                print(f"making {len(indices):,} environments of {args.env_id}", flush=True)  # may take minutes
+            pair.append(None)
+            if indices:
+                life = life_loss and domain == TRAINING
+                pair[-1] = make_envs(args.env_id, args.seed, domain, indices, action_spaces, *options, life)
+                stack.callback(close, pair[-1])
+        yield tuple(pair)
+
+
 def make_envs(
     env_id: str,
     seed: int,
@@ -103,12 +136,8 @@ def make_envs(
     on) concern Atari alone. Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no
     script can use.
     """
-    flag, processes = "--num-envs" if domain == TRAINING else "--eval-episodes", os.environ.get("LOCAL_WORLD_SIZE", 1)
-    require_memory(flag, len(indices), SMALLEST * len(indices), int(processes))
     same_step, seeds = AutoresetMode.SAME_STEP, environment_seeds(seed, domain, indices)
     seed_libraries(int(seeds[0]))
-    if len(indices) > 1000 and os.environ.get("RANK", "0") == "0":
-        print(f"making {len(indices):,} environments of {env_id}", flush=True)  # may take minutes
     module, colon, _ = env_id.rpartition(":")
     if colon and not all(word.isidentifier() for word in module.split(".")):
         raise BadInput(f"--env-id {env_id}: must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
@@ -187,8 +216,7 @@ def alone(env: gym.Env, seed: int) -> gym.Env:
     name, _, index = multiprocessing.current_process().name.partition("-")
     if name == "Worker<AsyncVectorEnv>":
         os.setsid()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        end_with_parent(signal.SIGKILL)
         seed_libraries(seed + int(index))
     return env
 
@@ -210,34 +238,3 @@ class Unstick(gym.Wrapper):
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
         self.unwrapped.game.last_action = 0
         return self.env.reset(**kwargs)
-
-
-class EpisodeStatistics:
-    """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
-
-    A lost life does not end an Atari game: there the frame counter, which falls at real resets only, tells the end.
-    """
-
-    def __init__(self, num_envs: int) -> None:
-        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-        self.frames = np.zeros(num_envs, dtype=np.int64)
-        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
-
-    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> np.ndarray:
-        """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
-        self.returns += rewards
-        self.lengths += 1
-        if "episode_frame_number" in infos:
-            dones = dones & (infos["episode_frame_number"] < self.frames)
-            self.frames[:] = infos["episode_frame_number"]
-        if dones.any():
-            for i in np.flatnonzero(dones):
-                self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
-            self.returns[dones], self.lengths[dones] = 0.0, 0
-        return dones
-
-    def pop(self) -> dict[str, float]:
-        """Sums over the episodes that ended since the last call: their returns, lengths and number."""
-        finished, self.finished = self.finished, []
-        returns, lengths = sum(f[0] for f in finished), sum(f[1] for f in finished)
-        return {"return": returns, "length": lengths, "episodes": len(finished)}

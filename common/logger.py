@@ -6,40 +6,39 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from importlib import metadata
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import gymnasium
-import numpy as np
 import torch
 
-from common.arguments import BadInput, Fault
+from common.arguments import RunArgs
 from common.distributed import World
+from common.launch import BadInput, Fault
+from common.machine import environment_record
 
 
 class Logger:
     """Writes `config.json` and `metrics.csv`, prints progress, and sends the same rows to wandb if `args.track`.
 
-    `file`: the script; `columns`: the header of metrics.csv after `global_step`. Raises `BadInput` for a directory
+    `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
+    `global_step`. Raises `BadInput` for a directory
     that holds a run or cannot be written (--run-dir), and where wandb is missing or not logged in (--track); later
     `Fault`, with the path, where something cannot be written. A run that fails before its first row leaves nothing.
     """
 
-    def __init__(self, args: Any, file: str, columns: tuple[str, ...], world: World) -> None:
+    def __init__(self, args: RunArgs, file: str, columns: tuple[str, ...], world: World) -> None:
         self.enabled = world.rank == 0
         if not self.enabled:
             return
-        self.columns = ("global_step", *columns)
-        self.total, self.rows, self.last_line = args.total_timesteps, 0, 0.0
+        self.args, self.columns = args, ("global_step", *columns)
+        self.rows, self.last_line = 0, 0.0
+        self.started, self.evaluated = time.perf_counter(), 0.0  # when, and seconds of evaluations since
         self.latest: dict[str, float] = {}
         self.learning: tuple[float, float] | None = None  # step and time of the first row that has a loss
         script = Path(file).stem
@@ -64,7 +63,7 @@ class Logger:
             raise
         self.note(f"writing to {self.dir}")
 
-    def _make_dir(self, args: Any, script: str) -> tuple[Path, list[Path]]:
+    def _make_dir(self, args: RunArgs, script: str) -> tuple[Path, list[Path]]:
         """The run directory, and which directories were made for it."""
         env_id = args.env_id.replace("/", "-").replace(":", "-")
         default = f"runs/{env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -94,7 +93,7 @@ class Logger:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
-    def _start_wandb(self, args: Any, file: str, environment: dict) -> Any:
+    def _start_wandb(self, args: RunArgs, file: str, environment: dict) -> Any:
         script = Path(file).stem
         try:
             import wandb
@@ -123,10 +122,27 @@ class Logger:
         run.log_artifact(source)
         return run
 
-    def log(self, row: dict[str, float | int]) -> None:
-        """Write one row, whole; `row` maps columns to numbers, `global_step` among them; the rest stays blank."""
-        if not self.enabled:
-            return
+    def start(self, plan: str) -> None:
+        """Print what is about to be run, and start the clock of `time/wall` and `time/SPS`."""
+        self.note(plan)
+        self.started = time.perf_counter()
+
+    def log(self, global_step: int, row: Mapping[str, float | int]) -> None:
+        """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
+
+        Every rank calls with the same losses: where one is not finite, all raise `Fault` after the row.
+        """
+        if self.enabled:
+            self._log({"global_step": global_step} | row)
+        for name, value in row.items():
+            if name.startswith("losses/") and not math.isfinite(value):
+                raise Fault(f"step {global_step}: {name} is not finite; try a lower learning rate.")
+
+    def _log(self, row: dict[str, float | int]) -> None:
+        row["time/wall"] = time.perf_counter() - self.started
+        self.evaluated += row.get("time/eval", 0.0)
+        if "time/eval" not in row:
+            row["time/SPS"] = row["global_step"] / (row["time/wall"] - self.evaluated)
         unknown = row.keys() - set(self.columns)
         assert not unknown, f"columns that the header lacks: {unknown}"
         self._write([repr(plain(row[column])) if column in row else "" for column in self.columns])
@@ -157,13 +173,14 @@ class Logger:
         if not evaluation and now - self.last_line < (0.2 if terminal else 10.0):
             return
         step, sps = self.latest["global_step"], self.latest.get("time/SPS", 0.0)
-        parts = [f"{step:,} of {self.total:,} ({step / self.total:.0%})", f"{sps:,.0f} SPS"]
+        total = self.args.total_timesteps
+        parts = [f"{step:,} of {total:,} ({step / total:.0%})", f"{sps:,.0f} SPS"]
         if "charts/episodic_return" in self.latest:
             parts.append(f"return {self.latest['charts/episodic_return']:.1f}")
         if "eval/episodic_return" in self.latest:
             parts.append(f"evaluation {self.latest['eval/episodic_return']:.1f}")
         if self.learning is not None and step > self.learning[0]:  # before it learns it is much faster
-            left = int((self.total - step) * (now - self.learning[1]) / (step - self.learning[0]))
+            left = int((total - step) * (now - self.learning[1]) / (step - self.learning[0]))
             parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
         line = "  ".join(parts)
         self.note(f"\r{line:<100}" if terminal else line, end="" if terminal else "\n")
@@ -179,11 +196,15 @@ class Logger:
             except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def save(self, model: dict[str, Any]) -> None:
-        """Write `model`, tensors (moved to the CPU), numbers and strings, to model.pt; `weights_only=True` loads it."""
+    def save(self, global_step: int, state: Mapping[str, Any]) -> None:
+        """Write model.pt, for `weights_only=True`: `state` without optimisers and generators, arguments and step."""
         if self.enabled:
+            model = {"args": dataclasses.asdict(self.args), "global_step": global_step}
+            for name, x in state.items():
+                if not isinstance(x, torch.optim.Optimizer | torch.Generator):
+                    model[name] = on_cpu(x.state_dict() if hasattr(x, "state_dict") else x.detach())
             content = io.BytesIO()
-            torch.save(on_cpu(model), content)
+            torch.save(model, content)
             write_whole(self.dir / "model.pt", content.getbuffer())
 
     def __enter__(self) -> Logger:
@@ -226,29 +247,3 @@ def on_cpu(tree: Any) -> Any:
 def plain(value: Any) -> int | float:
     """A numpy or torch scalar as Python's own, so that `repr` gives the shortest digits that read back equal."""
     return value.item() if hasattr(value, "item") else value
-
-
-def environment_record(world: World) -> dict[str, Any]:
-    """What a rerun would have to know: world size, command, versions, processor, and the commit if there is one."""
-    try:
-        git = ["git", "-C", os.path.dirname(os.path.abspath(sys.argv[0])), "rev-parse", "HEAD"]
-        answer = subprocess.run(git, capture_output=True, text=True)
-        commit = answer.stdout.strip() if answer.returncode == 0 else None
-    except OSError:
-        commit = None
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        cpu = models[0] if models else cpu
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    versions["gymnasium"] = gymnasium.__version__
-    for simulator in ("ale-py", "box2d", "minatar", "mujoco"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[simulator] = metadata.version(simulator)
-    return {
-        "world_size": world.world_size,
-        "command": shlex.join(sys.argv),
-        "versions": versions,
-        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu,
-        "commit": commit,
-    }

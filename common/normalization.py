@@ -1,13 +1,15 @@
-"""Running mean and variance over the transitions of all ranks, in float64, moved once per iteration."""
+"""Means and variances over the transitions of all ranks, in float64."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from common.distributed import World
+
 
 class RunningMoments:
-    """Moments of a stream of arrays of `shape`; equal on all ranks, because only all ranks' parts move them."""
+    """Running moments of arrays of `shape`; equal on all ranks, because only all ranks' parts move them."""
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         self.shape = shape
@@ -56,3 +58,14 @@ def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, car
         returns[step] = carry
         carry[dones[step]] = 0.0
     return returns
+
+
+def standardized(x: torch.Tensor, world: World) -> torch.Tensor:
+    """Rows (..., local size) -> zero mean and unit variance (N - 1) of each row over all ranks."""
+    wide = x.double()
+    sums = torch.stack([wide.sum(-1), (wide**2).sum(-1)])
+    first, second = world.gather(sums.flatten()).sum(0).reshape(2, *x.shape[:-1], 1)  # collective
+    count = x.shape[-1] * world.world_size
+    std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
+    mean, std = (torch.from_numpy(y).to(x) for y in (first / count, std))
+    return (x - mean) / (std + 1e-8)

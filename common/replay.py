@@ -16,8 +16,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from common.arguments import Fault, free_memory, require_memory
 from common.distributed import World
+from common.launch import Fault
+from common.machine import free_memory, require_memory
 
 BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
 
@@ -77,9 +78,8 @@ class ReplayBuffer:
             "priorities": ((blocks, BLOCK), np.dtype(np.float64)),
         }
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-        processes = world.local_world_size
-        most = int(self.capacity * min(1.0, free_memory() / (self.nbytes * processes))) * num_envs
-        require_memory("--buffer-size", buffer_size, self.nbytes, processes, f"at most {most}")
+        most = int(self.capacity * min(1.0, free_memory() / (self.nbytes * world.local_world_size))) * num_envs
+        require_memory("--buffer-size", buffer_size, self.nbytes, world, f"at most {most}")
         for name, (shape, dtype) in shapes.items():
             setattr(self, name, np.zeros(shape, dtype))
         self.final_obs: dict[int, np.ndarray] = {}  # by place: the last observations of truncated episodes

@@ -55,6 +55,24 @@ class LibraryCartPole(CartPoleEnv):
         return obs, random.random() + np.random.random(), terminated, truncated, info
 
 
+class Counting(gym.Env):
+    """Observes the steps of all its episodes so far, which end in each way in turn, from one that its seed chooses."""
+
+    observation_space, action_space = gym.spaces.Box(0, np.inf, (1,), np.float32), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.time = (int(self.np_random.integers(3)), 0) if seed is not None else (self.episode + 1, 0)
+        self.steps = 100.0 * self.episode
+        return np.array([self.steps], np.float32), {}
+
+    def step(self, action):
+        self.time += 1
+        self.steps += 1
+        over, way = self.time == 2 + self.episode % 4, self.episode % 3
+        return np.array([self.steps], np.float32), 1.0, over and way != 0, over and way != 1, {}
+
+
 class FaultyPendulum(PendulumEnv):
     """Gives a number that is not finite, `value`, as its reward, observation or last observation, at its 7th step."""
 
@@ -149,6 +167,7 @@ for where in ("reward", "observation", "last"):
     for value in ("nan", "inf"):
         kwargs = {"where": where, "value": float(value)}
         gym.register(f"Pendulum-{where}-{value}-v0", FaultyPendulum, max_episode_steps=50, kwargs=kwargs)
+gym.register("Counting-v0", Counting)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)

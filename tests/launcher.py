@@ -14,7 +14,8 @@ import time
 
 import torch
 
-from common import distributed
+from common import distributed, watchdog
+from common.launch import BadInput, launch
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
 
@@ -68,9 +69,9 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
     if kind == "refuse" and here:
 
         def refuse(*args, **kwargs):
-            raise distributed.BadInput("--env-id refused on purpose")
+            raise BadInput("--env-id refused on purpose")
 
-        module.make_envs = refuse
+        module.environments = refuse
     if kind == "bare":  # the loss computed outside the wrapper
         module.DDP = lambda loss, **_: loss
 
@@ -81,11 +82,11 @@ def main(words: list[str]) -> None:
     sys.argv = words
     if "LOCKSTEP_FSIZE" in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(os.environ["LOCKSTEP_FSIZE"]),))
-    distributed.GRACE = float(os.environ.get("LOCKSTEP_GRACE", distributed.GRACE))
+    distributed.GRACE = watchdog.GRACE = float(os.environ.get("LOCKSTEP_GRACE", watchdog.GRACE))
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)
-    distributed.launch(script.main, lambda: script.tyro.cli(script.Args, args=script.command_line(script.Args)))
+    launch(script.main, lambda: script.tyro.cli(script.Args, args=script.command_line(script.Args)))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from torch.distributions import Categorical, Independent, Normal, kl_divergence
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
-from common import evaluation
-from common.distributed import Desync, World
-from common.environments import EVALUATION, TRAINING, EpisodeStatistics, environment_seeds, make_envs
-from common.evaluation import evaluate, evaluation_here
-from common.normalization import RunningMoments, discounted_returns
+from common import episodes
+from common.distributed import World
+from common.environments import EVALUATION, TRAINING, Environments, environment_seeds, make_envs
+from common.episodes import EpisodeStatistics, evaluate
+from common.equality import check_equal
+from common.launch import Fault
+from common.normalization import RunningMoments, discounted_returns, standardized
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
@@ -32,19 +34,41 @@ def float64():
 
 
 def test_gae_by_hand():
-    """gamma 0.5, lambda 0.5; environment 0 runs on, 1 terminates after its first step, 2 is truncated there (V = 8)."""
-    values = np.array([[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]])
-    terminations = np.array([[False, True, False], [False, False, False]])
-    next_values = ppo_ddp.values_after_steps(values, np.array([6.0, 6.0, 6.0]), terminations, [(0, 2)], np.array([8.0]))
-    assert next_values.tolist() == [[4.0, 0.0, 8.0], [6.0, 6.0, 6.0]]
-    dones = np.array([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    advantages = ppo_ddp.compute_gae(np.ones((2, 3)), values, next_values, dones, 0.5, 0.5)
-    # last row: 1 + 0.5 * 6 - 4 = 0; first row: 1 + 0.5 * 4 - 2 = 1 (+ 0.25 * 0), 1 - 2 = -1, 1 + 0.5 * 8 - 2 = 3
-    assert advantages.tolist() == [[1.0, -1.0, 3.0], [0.0, 0.0, 0.0]]
+    """gamma 0.5, lambda 0.5; environment 0 runs on, 1 ends after its first step."""
+    values, next_value = np.array([[2.0, 2.0], [4.0, 4.0]]), np.array([6.0, 6.0])
+    dones = np.array([[0.0, 1.0], [0.0, 0.0]])
+    advantages = ppo_ddp.compute_gae(np.ones((2, 2)), values, next_value, dones, 0.5, 0.5)
+    # last row: 1 + 0.5 * 6 - 4 = 0; first row: 1 + 0.5 * 4 - 2 = 1 (+ 0.25 * 0), 1 - 2 = -1
+    assert advantages.tolist() == [[1.0, -1.0], [0.0, 0.0]]
     # with a later advantage that is not 0: rewards 3 in the last row give 2 there, and 0.25 * 2 more where no end cuts
-    rewards = np.array([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
-    advantages = ppo_ddp.compute_gae(rewards, values, next_values, dones, 0.5, 0.5)
-    assert advantages.tolist() == [[1.5, -1.0, 3.0], [2.0, 2.0, 2.0]]
+    rewards = np.array([[1.0, 1.0], [3.0, 3.0]])
+    advantages = ppo_ddp.compute_gae(rewards, values, next_value, dones, 0.5, 0.5)
+    assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
+def test_a_truncated_step_is_worth_what_follows_it(module, tmp_path, monkeypatch):
+    """The rewards that `compute_gae` gets in a run have the discounted value of a truncation's own last observation."""
+    expected, ends, step = [], [], Environments.step
+
+    def noted(self, actions):
+        obs, rewards, terminations, truncations, infos = step(self, actions)
+        worth = [0.5 * infos["final_obs"][i][0] if truncations[i] and not terminations[i] else 0.0 for i in range(4)]
+        expected.append((rewards + worth).astype(np.float32))
+        ends.extend(zip(terminations.tolist(), truncations.tolist(), strict=True))
+        return obs, rewards, terminations, truncations, infos
+
+    def stop(rewards, *_):
+        assert np.array_equal(rewards, expected)
+        raise InterruptedError
+
+    monkeypatch.setattr(Environments, "step", noted)
+    monkeypatch.setattr(module.Agent, "value", lambda self, obs, features: obs[:, 0])
+    monkeypatch.setattr(module, "compute_gae", stop)
+    args = {"env_id": "tests.envs:Counting-v0", "gamma": 0.5, "norm_reward": False, "eval_every": 0}
+    with pytest.raises(InterruptedError):
+        module.main(module.Args(**args, run_dir=str(tmp_path / "run"), cuda=False))
+    assert set(ends) == {(False, False), (False, True), (True, False), (True, True)}
 
 
 class FixedAgent(nn.Module):
@@ -75,7 +99,7 @@ def test_clipped_losses_by_hand(module, float64):
         assert parts[1].item() == pytest.approx(v_loss, rel=1e-12)
         assert parts[2].item() == pytest.approx(0.6, rel=1e-12)
         assert loss.item() == pytest.approx(pg_loss - 0.1 * 0.6 + 0.5 * v_loss, rel=1e-12)
-        sums = dict(zip(module.STATS, module.update_stats([parts, parts], 0.2), strict=True))
+        sums = module.loss_sums([parts, parts], 0.2)
         assert sums["clipfrac"] == 2.0 and sums["old_approx_kl"] == pytest.approx(0.0, abs=1e-12)
         kl = ((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 2
         assert sums["approx_kl"] == pytest.approx(2 * kl, rel=1e-12)
@@ -115,10 +139,10 @@ def test_sampling_inverts_the_distribution():
 
 
 def test_minibatches_hold_as_many_steps_of_every_environment():
-    """And a rank's places are the same steps of the same environments as at world size 1."""
+    """And a rank's are the same steps of the same environments as at world size 1."""
 
     def draw(here):
-        return ppo_ddp.minibatch_places(torch.Generator().manual_seed(5), 2, 4, 8, 6, here)
+        return ppo_ddp.minibatch_inds(torch.Generator().manual_seed(5), 2, 4, 8, 6, here)
 
     whole = draw(slice(0, 6))
     assert whole.shape == (2, 4, 12)
@@ -191,7 +215,7 @@ def test_advantages_are_normalised_with_n_minus_1(float64):
     world = World(cuda=False)
     with world.process_group(60):
         rows = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
-        normalized = ppo_ddp.normalize_advantages(rows, world)
+        normalized = standardized(rows, world)
     torch.testing.assert_close(normalized[0], (rows[0] - 3) / (math.sqrt(14 / 3) + 1e-8), rtol=1e-12, atol=0)
     assert normalized[1].tolist() == [0.0] * 4
 
@@ -207,25 +231,27 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
 
     It meets the other ranks every 100 steps, is done once no rank plays, and ends sooner when asked to stop.
     """
-    monkeypatch.setattr(evaluation, "MAX_STEPS", 150)
-    met = []
+    monkeypatch.setattr(episodes, "MAX_STEPS", 150)
+    met, played = [], []
 
     def gather(values):
         met.append(np.size(values))
+        played[:] = np.asarray(values, dtype=float).tolist()
         return np.asarray(values, dtype=float).reshape(1, -1)
 
     world = SimpleNamespace(rank=0, world_size=1, gather=gather, stop=0)
     envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
-    returns, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
+    row = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
     envs.close()
-    assert returns.tolist() == lengths.tolist() == [150.0] * 20  # this policy balances for 170 steps and more
+    assert played == [[150.0, 150.0]] * 20  # this policy balances for 170 steps and more
+    assert row["eval/episodic_return"] == row["eval/episodic_length"] == 150 and row["eval/episodes"] == 20
     assert met == [1, 40]
     envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
-    returns, _ = evaluate(lambda obs: np.zeros(20, int), envs, 20, world)
-    assert max(returns) < 15
+    evaluate(lambda obs: np.zeros(20, int), envs, 20, world)
+    assert max(returns for returns, _ in played) < 15
     world.stop = 15
-    _, lengths = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
-    assert lengths.tolist() == [100.0] * 20
+    row = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
+    assert row["eval/episodic_length"] == 100
     world.stop, world.rank, world.world_size = 0, 20, 21  # a rank without episodes meets the others as often
     met.clear()
     world.gather = lambda values: met.append(np.size(values)) or np.ones((21, np.size(values)))
@@ -258,12 +284,12 @@ def test_every_kind_of_state_is_compared(change, monkeypatch):
     world, tables = World(), []
     world.world_size = 2
     monkeypatch.setattr(dist, "all_gather_object", lambda table, mine: tables.append(mine))
-    world.check_equal(0, **state(change))
+    check_equal(0, state(change), world)
     monkeypatch.setattr(dist, "all_gather_object", lambda table, mine: table.__setitem__(slice(2), [mine, tables[0]]))
     named = {"weight": "network.weight", "moment": "optimizer.state.1.exp_avg", "generator": "generator"}
     named |= {"missing": "optimizer.state.1.step", "extra": "other"}
-    with pytest.raises(Desync, match=f"step 7: {named[change]} on rank 1"):
-        world.check_equal(7, **state())
+    with pytest.raises(Fault, match=f"step 7: {named[change]} on rank 1"):
+        check_equal(7, state(), world)
 
 
 def test_minatar_evaluations_repeat_at_any_world_size():
@@ -274,6 +300,7 @@ def test_minatar_evaluations_repeat_at_any_world_size():
             self.rank, self.world_size, self.stop = rank, world_size, 0
 
         def gather(self, values):
+            self.played = values
             return np.asarray(values).reshape(1, -1).repeat(self.world_size, 0)
 
     def act(obs):
@@ -283,12 +310,12 @@ def test_minatar_evaluations_repeat_at_any_world_size():
     for world_size in (1, 2):
         worlds = [Rank(rank, world_size) for rank in range(world_size)]
         options = "MinAtar/SpaceInvaders-v1", 1, EVALUATION
-        every = [make_envs(*options, evaluation_here(20, world), (gym.spaces.Discrete,)) for world in worlds]
+        every = [make_envs(*options, range(20)[rank::world_size], (gym.spaces.Discrete,)) for rank in range(world_size)]
         for _ in range(3):
             played = np.zeros(20)
             for world, envs in zip(worlds, every, strict=True):
-                returns, lengths = evaluate(act, envs, 20, world)
-                played[world.rank :: world_size] = (returns + 1000 * lengths)[world.rank :: world_size]
+                evaluate(act, envs, 20, world)
+                played[world.rank :: world_size] = world.played @ (1, 1000)
             results.append(played.tolist())
         for envs in every:
             envs.close()

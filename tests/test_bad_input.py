@@ -5,11 +5,13 @@ import re
 
 import pytest
 
-import common.arguments
+import common.machine
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.arguments import BadInput, command_line, crossed, require_divisible
+from common.arguments import command_line, require_divisible
+from common.launch import BadInput
+from common.periods import crossed
 from runs import ROOT, finish, start
 
 NAN = math.nan
@@ -114,7 +116,7 @@ def test_a_switch_takes_no_value(words):
 
 def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):
     """Iterations of 10**9 steps, and a policy phase of as many, by the size they need; before anything is made."""
-    monkeypatch.setattr(common.arguments, "free_memory", lambda: 8e9)
+    monkeypatch.setattr(common.machine, "free_memory", lambda: 8e9)
     big = {"total_timesteps": 10**12, "run_dir": str(tmp_path / "run")}
     for module, settings in ((ppo_ddp, {"num_steps": 10**9}), (ppg_ddp, {"num_steps": 1024, "n_pi": 10**6})):
         with pytest.raises(

@@ -15,9 +15,9 @@ import pytest
 
 import ppo_ddp
 import sac_ddp
-from common.arguments import Fault
 from common.environments import EVALUATION, make_envs
-from common.evaluation import evaluate
+from common.episodes import evaluate
+from common.launch import Fault
 from runs import Run, descendants, finish, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"

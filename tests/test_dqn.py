@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dqn_ddp
-from common.arguments import BadInput
+from common.launch import BadInput
 from runs import assert_close, run, torchrun
 
 FLAGS = "--env-id tests.envs:NoisyCartPole-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"

@@ -18,8 +18,9 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.arguments import Fault
 from common.distributed import World
+from common.environments import make_envs
+from common.launch import Fault
 from common.logger import Logger, write_whole
 from runs import PATIENCE, ROOT, finish, run, start, wait_until
 
@@ -129,7 +130,7 @@ def test_the_run_directory_of_replay_scripts(script, tmp_path):
             assert cell == "" or repr(float(cell)) == cell or repr(int(cell)) == cell, name
     config, model = json.loads((result.dir / "config.json").read_text()), result.model
     assert model["global_step"] == 1200 and model["args"] == config["args"] and module.Args(**config["args"])
-    envs = module.make_envs(module.Args().env_id, 1, 0, range(1), (module.gym.spaces.Space,))
+    envs = make_envs(module.Args().env_id, 1, 0, range(1), (module.gym.spaces.Space,))
     spaces = envs.single_observation_space, envs.single_action_space
     envs.close()
     if script == "dqn_ddp.py":
@@ -157,8 +158,8 @@ def test_speed_does_not_count_evaluation(module, tmp_path):
             evaluations += float(row["time/eval"] or 0)
             if row["time/SPS"] and evaluations:
                 seconds = int(row["global_step"]) / float(row["time/SPS"])
-                assert seconds == pytest.approx(float(row["time/wall"]) - evaluations, rel=1e-3, abs=1e-3)
-                checked += evaluations > 0.01
+                assert seconds == pytest.approx(float(row["time/wall"]) - evaluations, rel=1e-9)
+                checked += 1
     assert checked == 3
 
 
@@ -239,7 +240,7 @@ def test_the_time_left_is_that_of_learning(tmp_path, capsys):
     with Logger(args, "dqn_ddp.py", dqn_ddp.COLUMNS, World(cuda=False)) as logger:
         for step, rest in ((9_000, {}), (10_000, {"losses/td_loss": 1.0}), (11_000, {"losses/td_loss": 1.0})):
             logger.learning = logger.learning and (10_000, logger.learning[1] - 60)  # a minute for 1,000 transitions
-            logger.log({"global_step": step, "eval/episodic_return": 1.0, "time/SPS": 50_000.0} | rest)
+            logger.log(step, {"eval/episodic_return": 1.0, "time/eval": 0.0} | rest)
     _, before, first, later = capsys.readouterr().out.strip().split("\n")
     assert "left" not in before + first and "0:09:00 left" in later
 
@@ -258,14 +259,10 @@ def test_a_run_ends_at_a_return(tmp_path):
 
 @pytest.mark.parametrize("script", ALL)
 def test_a_copied_script_runs(script, tmp_path):
-    """The script and the files its docstring names, alone in a folder, train on two processes."""
-    source = (ROOT / script).read_text()
-    names = re.findall(r"common/\w+\.py", source.split('"""')[1])
-    imported = {f"common/{name}.py" for name in re.findall(r"^from common\.(\w+)", source, re.M)}
-    assert imported <= set(names)
-    (tmp_path / "common").mkdir()
-    for name in (script, *names):
-        shutil.copy(ROOT / name, tmp_path / name)
+    """The script and `common/`, as its docstring says, alone in a folder, train on two processes."""
+    assert "copy this file and `common/`" in (ROOT / script).read_text()
+    shutil.copy(ROOT / script, tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     flags = ["--total-timesteps", "4096", "--eval-every", "2048", "--run-dir", "run"]
@@ -284,7 +281,8 @@ def test_help_names_every_flag():
             [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, timeout=PATIENCE
         )
         assert done.returncode == 0
-        source = (ROOT / script).read_text().split("def __post_init__")[0]
+        sources = ((ROOT / name).read_text() for name in (script, "common/arguments.py"))
+        source = "".join(text.split("def __post_init__")[0] for text in sources)
         for field in module.Args.__dataclass_fields__:
             assert "--" + field.replace("_", "-") in done.stdout
             assert re.search(rf'^    {field}: [^\n]*\n    """\w', source, re.M), f"{script}: {field} is not explained"

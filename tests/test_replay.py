@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import common.arguments
+import common.machine
 import common.replay
-from common.arguments import BadInput, Fault
+from common.launch import BadInput, Fault
 from common.replay import ReplayBuffer
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -143,7 +143,8 @@ def test_exponent_zero_is_uniform():
 
 def test_stacks_are_those_of_the_real_atari_environment():
     """Pong and Breakout, lost lives and resets among them: what is rebuilt is what the environment gave, by pixel."""
-    from common.environments import TRAINING, EpisodeStatistics, make_envs
+    from common.environments import TRAINING, make_envs
+    from common.episodes import EpisodeStatistics
 
     envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=True)
     space, rng = envs.single_observation_space, np.random.default_rng(0)
@@ -275,7 +276,7 @@ def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_m
     filled(600)
     for free, fits in ((1.1 * need, True), (0.6 * need, False)):
         monkeypatch.setattr(common.replay, "free_memory", lambda free=free: free)
-        monkeypatch.setattr(common.arguments, "free_memory", lambda: 1e12)
+        monkeypatch.setattr(common.machine, "free_memory", lambda: 1e12)
         if fits:
             filled(600)
         else:
@@ -284,7 +285,7 @@ def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_m
 
 
 def test_a_buffer_that_does_not_fit_is_refused(monkeypatch):
-    for module in (common.arguments, common.replay):
+    for module in (common.machine, common.replay):
         monkeypatch.setattr(module, "free_memory", lambda: 1e9)
     atari = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     with pytest.raises(BadInput, match=r"--buffer-size 1000000: needs 7\.1 GB .*, of which 1\.0 GB are free"):

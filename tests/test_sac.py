@@ -10,7 +10,7 @@ from torch.distributions import AffineTransform, Normal, TanhTransform, Transfor
 
 import dqn_ddp
 import sac_ddp
-from common.arguments import BadInput
+from common.launch import BadInput
 from runs import assert_close, run, torchrun
 
 FLAGS = "--env-id tests.envs:NoisyPendulum-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"

@@ -1,0 +1,87 @@
+"""Episodes of all ranks: those that end while learning, and evaluations, the same at every world size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from common.distributed import World
+from common.environments import Environments
+
+MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
+BOUNDARY = 100  # steps of an evaluation
+
+
+class EpisodeStatistics:
+    """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
+
+    A lost life does not end an Atari game: there the frame counter, which falls at real resets only, tells the end.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+        self.frames = np.zeros(num_envs, dtype=np.int64)
+        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
+
+    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> np.ndarray:
+        """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
+        self.returns += rewards
+        self.lengths += 1
+        if "episode_frame_number" in infos:
+            dones = dones & (infos["episode_frame_number"] < self.frames)
+            self.frames[:] = infos["episode_frame_number"]
+        if dones.any():
+            for i in np.flatnonzero(dones):
+                self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
+            self.returns[dones], self.lengths[dones] = 0.0, 0
+        return dones
+
+    def pop(self) -> dict[str, float]:
+        """Sums over the episodes that ended since the last call: their returns, lengths and number."""
+        finished, self.finished = self.finished, []
+        returns, lengths = sum(f[0] for f in finished), sum(f[1] for f in finished)
+        return {"return": returns, "length": lengths, "episodes": len(finished)}
+
+
+def episode_row(total: dict[str, float]) -> dict[str, float]:
+    """The sums of `EpisodeStatistics.pop` over all ranks -> a row's columns; no means where no episode ended."""
+    row = {"charts/episodes": int(total["episodes"])}
+    if total["episodes"]:
+        row["charts/episodic_return"] = total["return"] / total["episodes"]
+        row["charts/episodic_length"] = total["length"] / total["episodes"]
+    return row
+
+
+def evaluate(
+    act: Callable[[np.ndarray], np.ndarray], envs: Environments | None, episodes: int, world: World
+) -> dict[str, float]:
+    """Play episode e from its own seed, always the same, on rank e mod world size -> a row of means and seconds.
+
+    Every `BOUNDARY` steps the ranks meet, so that a long evaluation is no hang; a stop request cuts it short, and then
+    its row counts for nothing (`world.stop`).
+    `act` maps observations (n, *shape) to actions for `envs`, which hold one environment for each of this rank's
+    episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.
+    """
+    start, n = time.perf_counter(), 0 if envs is None else envs.num_envs
+    results = np.zeros((-(-episodes // world.world_size), 2))  # returns and lengths, as many on every rank
+    playing, statistics = np.ones(n, dtype=bool), EpisodeStatistics(n)
+    if envs is not None:
+        obs = envs.start()
+    for step in range(1, MAX_STEPS + 1):
+        if playing.any():
+            obs, rewards, terminations, truncations, infos = envs.step(act(obs))
+            statistics.step(rewards, terminations | truncations, infos)
+            for episode_return, length, i in statistics.finished:
+                if playing[i]:  # the first episode of each counts
+                    results[i], playing[i] = (episode_return, length), False
+            statistics.finished.clear()
+        if step % BOUNDARY == 0 and (not world.gather([playing.sum()]).any() or world.stop):  # collective
+            break
+    for i in np.flatnonzero(playing):
+        results[i] = statistics.returns[i], statistics.lengths[i]
+    table = world.gather(results).reshape(world.world_size, -1, 2)  # collective
+    returns, lengths = table.transpose(1, 0, 2).reshape(-1, 2)[:episodes].T  # rank e mod world_size, e // world_size
+    row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean(), "eval/episodes": episodes}
+    return row | {"time/eval": time.perf_counter() - start}

@@ -1,0 +1,99 @@
+"""The end of a process: which exceptions end a run how, exit codes, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from typing import Any
+
+import torch
+
+
+class BadInput(ValueError):
+    """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
+
+
+class Fault(RuntimeError):
+    """What ends a run though its settings could work. `launch` prints its one line and exits with code 1."""
+
+
+def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
+    """Run `main(parse())` and end with its exit code: 0 done, 2 bad input, 1 a fault, 128 + signal.
+
+    Parsing speaks on rank 0 alone; a traceback comes from the rank that failed.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))
+    try:
+        with ExitStack() as stack:
+            if rank != 0:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect_stdout(nowhere))
+                stack.enter_context(redirect_stderr(nowhere))
+            args = parse()
+        gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
+        main(args)
+        return
+    except (BadInput, Fault) as error:  # mostly raised alike by all ranks: one of them says it
+        code, agreed = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    except SystemExit as error:  # tyro's, or the end after a signal
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        agreed = f"rank {rank}: ended with code {code}"
+    except BaseException as error:
+        code, agreed = 130 if isinstance(error, KeyboardInterrupt) else 1, ""
+        if out_of_memory(error):
+            reason = " ".join(str(error).split())
+            print(f"error: rank {rank} is out of memory ({reason}); lower the sizes.", file=sys.stderr, flush=True)
+        elif peer_ended(error):
+            print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
+            time.sleep(5)  # torchrun calls the first rank to end the cause: leave that to the other
+        elif code == 1:
+            traceback.print_exc()
+    if agreed and code in (1, 2) and rank != 0:
+        time.sleep(3)  # torchrun ends all ranks after the first to end: leave that to rank 0, which says why
+        print(f"error: {agreed}", file=sys.stderr, flush=True)  # still here: this rank is alone with it
+    end_now(code)
+
+
+def explained(error: BaseException) -> bool:
+    """True for what `launch` says in one line, so that no launcher need show its traceback."""
+    return isinstance(error, BadInput | Fault) or out_of_memory(error) or peer_ended(error)
+
+
+def peer_ended(error: BaseException) -> bool:
+    """True for the error of a collective whose other end is gone: the fault is another rank's."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return several and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True for numpy's error, and torch's on a GPU and on the CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def end_now(code: int) -> None:
+    """End this process and its children without unwinding. Rows already written are flushed, so nothing is lost."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it
+            stream.flush()
+    os._exit(code)
+
+
+def end_with_parent(signum: int) -> None:
+    """Let this process get `signum` once its parent is gone, however that ended (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG

@@ -1,0 +1,80 @@
+"""Signals and the watchdog: SIGINT and SIGTERM become requests; a process that reaches no boundary is ended."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection
+
+from common.launch import end_now
+
+GRACE = 10.0  # seconds from a stop request to the next boundary, after which the process ends at once
+
+
+class Watchdog:
+    """`signum` is the first SIGINT or SIGTERM that this rank received, 0 before; `World.gather` tells the others."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.signum = rank, 0
+        self.grace = 1.0  # until the ranks have met, a request ends the process almost at once
+        self._fed, self._armed = 0.0, math.inf
+
+    def feed(self) -> None:
+        """Say that a boundary was reached."""
+        self._fed = time.monotonic()
+        if self._fed > self._armed + 1.0:  # in C, for the case that a library hangs while it holds the interpreter
+            self._armed = self._fed
+            faulthandler.dump_traceback_later(self._timeout + GRACE, exit=True)
+
+    @contextmanager
+    def watching(self, timeout: float) -> Iterator[None]:
+        """Turn signals into requests, and end this process with code 1 after `timeout` seconds without `feed`."""
+        self._timeout, self._fed, self._armed = timeout, time.monotonic(), -math.inf
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        previous = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        # a thread, because a main thread that waits inside a collective runs no Python signal handler
+        watch = threading.Thread(target=self._watch, args=(wake_read,), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(previous)
+            self._armed = math.inf
+            faulthandler.cancel_dump_traceback_later()
+            os.close(wake_write)  # ends the thread
+            watch.join()
+
+    def _watch(self, wake_read: int) -> None:
+        """Thread: note the first signal; end the process on a second one, after `grace`, or after the timeout."""
+        asked = None
+        while True:
+            deadline = self._fed + self._timeout if asked is None else asked + self.grace
+            if connection.wait([wake_read], max(0.0, deadline - time.monotonic())):
+                received = os.read(wake_read, 1)
+                if not received:
+                    os.close(wake_read)
+                    return
+                if received[0] not in (signal.SIGINT, signal.SIGTERM):
+                    continue
+                if asked is None:
+                    self.signum, asked = received[0], time.monotonic()
+                elif time.monotonic() - asked > 0.5:  # launchers may deliver one request twice
+                    end_now(128 + self.signum)
+            elif asked is not None and time.monotonic() > asked + self.grace:
+                end_now(128 + self.signum)
+            elif asked is None and time.monotonic() > self._fed + self._timeout:
+                note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at"
+                print(note, file=sys.stderr, flush=True)
+                faulthandler.dump_traceback()
+                end_now(1)
