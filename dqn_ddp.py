@@ -35,19 +35,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible
 from common.distributed import World
-from common.environments import Environments, environments
+from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
 from common.launch import launch
 from common.logger import Logger
 from common.periods import crossed
-from common.ranges import Count, Fraction, Norm, Period, Positive, Rate
+from common.ranges import Count, Fraction, Norm, Positive, Rate, Whole
 from common.replay import ReplayBuffer
 
 
 @dataclass
 class Args(RunArgs):
-    # environment
+    # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
     total_timesteps: Count = 500_000
@@ -64,7 +64,7 @@ class Args(RunArgs):
     """transitions kept, all ranks"""
     batch_size: Count = 128
     """transitions per gradient step, all ranks"""
-    learning_starts: Period = 10_000
+    learning_starts: Whole = 10_000
     """transitions (all ranks) before the first gradient step"""
     train_frequency: Count = 8
     """transitions (all ranks) per gradient step"""
@@ -252,9 +252,9 @@ COLUMNS = (
 
 
 def main(args: Args) -> None:
-    """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
+    """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     world = World(args.cuda)
-    with environments(args, world, (gym.spaces.Discrete,), args.life_loss) as (envs, eval_envs):
+    with open_environments(args, world, (gym.spaces.Discrete,), args.life_loss) as (envs, eval_envs):
         obs_space, alpha = envs.single_observation_space, args.per_alpha if args.prioritized else 0.0
         sizes, stack = (args.buffer_size, args.num_envs), 4 if envs.atari else 1
         rb = ReplayBuffer(*sizes, world, obs_space, (), np.dtype(np.int64), args.n_step, args.gamma, stack, alpha)
@@ -285,7 +285,7 @@ def train(
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
-    # what is equal on all ranks at all times
+    # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "generator": generator}
 
     def network_q(obs: np.ndarray) -> np.ndarray:
@@ -346,7 +346,6 @@ def train(
             if device.type != "cpu":
                 q_values = q_network.numpy_q() or network_q
         update_time += time.perf_counter() - update_start
-
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
             q_values = checked(q_network.numpy_q, network_q, obs)

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible
 from common.distributed import World
-from common.environments import Environments, environments
+from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
 from common.launch import BadInput, launch
@@ -48,7 +48,7 @@ from common.ranges import Count, Fraction, Norm, Positive, Weight
 
 @dataclass
 class Args(RunArgs):
-    # environment
+    # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
     total_timesteps: Count = 500_000
@@ -263,7 +263,7 @@ class PPOLoss(nn.Module):
 def compute_gae(
     rewards: np.ndarray, values: np.ndarray, next_value: np.ndarray, dones: np.ndarray, gamma: float, gae_lambda: float
 ) -> np.ndarray:
-    """Generalised advantage estimates (arXiv:1506.02438 eq. 16): all (T, n), `next_value` (n,) of what follows.
+    """Generalised advantage estimates (arXiv:1506.02438 eq. 16): all (T, n), `next_value` (n,) what follows.
 
     `dones`: 1.0 where the episode ended after the step, which cuts the sum; where it was truncated, what its last
     observation is worth is in the reward.
@@ -292,6 +292,9 @@ def minibatch_inds(
     return inds.reshape(num_epochs, num_minibatches, -1)
 
 
+LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
 def loss_sums(stats: list[tuple[torch.Tensor, ...]], clip_coef: float) -> dict[str, float]:
     """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by the names in `LOSSES`."""
     *losses, logratio = (torch.stack(part).double() for part in zip(*stats, strict=True))  # (k,), ..., (k, B)
@@ -302,7 +305,6 @@ def loss_sums(stats: list[tuple[torch.Tensor, ...]], clip_coef: float) -> dict[s
     return dict(zip(LOSSES, torch.stack(means).sum(-1).tolist(), strict=True))
 
 
-LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
@@ -313,17 +315,17 @@ COLUMNS = (
 
 
 def main(args: Args) -> None:
-    """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
+    """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     world = World(args.cuda)
     if args.compile:
         require_compiler(world)
     action_spaces = gym.spaces.Discrete, gym.spaces.Box
-    with environments(args, world, action_spaces, args.life_loss) as (envs, eval_envs):
+    with open_environments(args, world, action_spaces, args.life_loss) as (envs, eval_envs):
         obs_space = envs.single_observation_space
         if args.norm_obs and len(obs_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
         transition = obs_space.dtype.itemsize * math.prod(obs_space.shape)
-        nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)
+        nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)  # with draws, indices
         require_memory("--num-steps", args.num_steps, nbytes, world)
         torch.set_num_threads(args.num_threads or (world.cores if is_large(obs_space, envs.atari) else 1))
         with Logger(args, __file__, COLUMNS, world) as logger, world.process_group(args.timeout):
@@ -351,17 +353,17 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
-    # what is equal on all ranks at all times
+    # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}
     state |= {"obs_moments": obs_moments, "return_moments": return_moments}
 
-    # storage of one iteration; numpy arrays and torch tensors share memory
+    # storage of one iteration; on the CPU, torch tensors share its memory
     shape, image = (args.num_steps, local_num_envs), agent.trunk.image
     action_shape = () if agent.discrete else (math.prod(action_space.shape),)
-    np_dtype = torch.empty(0).numpy().dtype
+    np_dtype = torch.empty(0).numpy().dtype  # torch's default, as numpy's
     obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
-    features = torch.zeros((*shape, agent.trunk.num_features), device=device)  # of images only
+    features = torch.zeros((*shape, agent.trunk.num_features), device=device)  # used for images only
     rewards = np.zeros(shape)
     terminations, truncations = np.zeros(shape, bool), np.zeros(shape, bool)
 
@@ -390,7 +392,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
 
     next_obs = envs.start()
     episodes = EpisodeStatistics(local_num_envs)
-    return_carry = np.zeros(local_num_envs)
+    return_carry = np.zeros(local_num_envs)  # running discounted returns, moved in place
     logger.start(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
 
     for iteration in range(1, num_iterations + 1):
@@ -403,7 +405,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         draw = torch.rand if agent.discrete else torch.randn
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
         final_obs = []  # of truncated episodes, in the order of `truncations`
-        if not image:  # what acts on vectors in the networks' place
+        if not image:  # what acts on vectors in the networks' place; first tried with other parameters too
             policy = checked(agent.numpy_policy, network_policy, normalized(next_obs), thorough=iteration == 1)
         with torch.inference_mode():
             for step in range(args.num_steps):
@@ -432,7 +434,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         with torch.no_grad():
             b_features = features.flatten(0, 1) if image else agent.trunk(b_obs)
             b_logprobs, _ = agent.log_prob_entropy(agent.policy(b_features), b_actions)
-            # in parts, so that a value network of convolutions takes no more memory than in the update
+            # in parts, as the update: values may take convolutions of their own, as PPG's do
             parts = zip(b_obs.chunk(args.num_minibatches), b_features.chunk(args.num_minibatches), strict=True)
             b_values = torch.cat([agent.value(*part) for part in parts])
             last_obs = network_input(np.stack([*next_obs, *final_obs]))
@@ -454,7 +456,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         ).to(device)
         if args.norm_adv == "batch":
             b_advantages = standardized(b_advantages, world)  # collective
-        mb_advantages = b_advantages[mb_inds]
+        mb_advantages = b_advantages[mb_inds]  # of all epochs: one collective normalises them
         if args.norm_adv == "minibatch":
             mb_advantages = standardized(mb_advantages, world)  # collective
         stats = []
@@ -468,8 +470,8 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
                 optimizer.step()
                 stats.append(mb_stats)
             if args.target_kl is not None:
-                sums = loss_sums(stats[-args.num_minibatches :], args.clip_coef)
-                if world.gather([sums["approx_kl"]]).mean() / args.num_minibatches > args.target_kl:  # collective
+                epoch_sums = loss_sums(stats[-args.num_minibatches :], args.clip_coef)
+                if world.gather([epoch_sums["approx_kl"]]).mean() / args.num_minibatches > args.target_kl:  # collective
                     break
         if args.norm_obs:
             obs_moments.merge(world.gather(obs_moments.part(obs)))  # collective; last, so that ratios start at 1
@@ -494,7 +496,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         before = global_step - batch_size
         if crossed(args.check_sync_every, before, global_step):
             check_equal(global_step, state, world)  # collective
-        if world.stop:
+        if world.stop:  # a signal that some rank got, known to all since a collective
             break
         if args.eval_every and (crossed(args.eval_every, before, global_step) or iteration == num_iterations):
             row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective

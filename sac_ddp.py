@@ -36,21 +36,23 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible
 from common.distributed import World
-from common.environments import Environments, environments
+from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
 from common.launch import BadInput, Fault, launch
 from common.logger import Logger
 from common.periods import crossed
-from common.ranges import Count, Fraction, Period, Positive, Rate
+from common.ranges import Count, Fraction, Period, Positive, Rate, Threads, Whole
 from common.replay import ReplayBuffer
 
 
 @dataclass
 class Args(RunArgs):
     eval_every: Period = 10_000
+    num_threads: Threads = 0
+    """torch threads per rank; 0: one (more pay where cores are idle)"""
 
-    # environment
+    # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "Pendulum-v1"
     """gymnasium id, or module:id of your own"""
     total_timesteps: Count = 1_000_000
@@ -65,7 +67,7 @@ class Args(RunArgs):
     """transitions kept, all ranks"""
     batch_size: Count = 256
     """transitions per gradient step, all ranks"""
-    learning_starts: Period = 5_000
+    learning_starts: Whole = 5_000
     """transitions (all ranks) of uniform actions before the first gradient step"""
     train_frequency: Count = 1
     """transitions (all ranks) per gradient step"""
@@ -156,7 +158,7 @@ class Actor(nn.Module):
 class Critics(nn.Module):
     """Observations (B, size) and actions (B, d) -> the values of both critics, (2, B).
 
-    The weights of both are stacked, (2, in, out), so that a layer is one batched product.
+    The weights of both are stacked, (2, in, out): no slower than two networks, and what the recorded curves are of.
     """
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
@@ -261,9 +263,9 @@ COLUMNS = (
 
 
 def main(args: Args) -> None:
-    """Train. Opens and closes all it needs; raises `BadInput` before anything starts for settings that cannot work."""
+    """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     world = World(args.cuda)
-    with environments(args, world, (gym.spaces.Box,)) as (envs, eval_envs):
+    with open_environments(args, world, (gym.spaces.Box,)) as (envs, eval_envs):
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if len(obs_space.shape) != 1:
             raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
@@ -307,7 +309,7 @@ def train(
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.world_size > 1 else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.world_size > 1 else actor_loss_fn  # collective
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
-    # what is equal on all ranks at all times
+    # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"actor": actor, "critics": critics, "critics_target": critics_target, "log_alpha": log_alpha}
     state |= {"q_optimizer": q_optimizer, "actor_optimizer": actor_optimizer, "generator": generator}
 
@@ -384,7 +386,6 @@ def train(
             if device.type != "cpu":
                 policy = actor.numpy_policy() or network_policy
         update_time += time.perf_counter() - update_start
-
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
             policy = checked(actor.numpy_policy, network_policy, obs, ones)

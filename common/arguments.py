@@ -14,7 +14,10 @@ from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 
 @dataclass
 class RunArgs:
-    """Flags of every script: where and how it runs and how it is watched. Only `seed` changes what is learned."""
+    """Flags of every script: where and how it runs and is watched. But `seed`, none is to change what is learned.
+
+    (Roundings aside, and environments that draw from `random`; `stop_at_return` ends it.)
+    """
 
     seed: Seed = 1
     """seed of everything random, from 0 to 2**32 - 1"""
@@ -43,8 +46,7 @@ class RunArgs:
     check_sync_every: Period = 100_000
     """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
     timeout: Seconds = 600.0
-    """seconds without a sign of life (an iteration, an auxiliary epoch, 500 transitions of DQN or SAC, 100 steps of an
-    evaluation); then ranks print stacks and end"""
+    """seconds between boundaries (iteration or auxiliary epoch; DQN, SAC: 500 transitions; 100 steps of evaluation)"""
 
     def __post_init__(self) -> None:
         """Check every field, a script's own too, against the range in its annotation."""

@@ -29,8 +29,8 @@ from common.watchdog import GRACE, Watchdog
 class World:
     """The ranks of this run, read from the launcher's variables (a world of one without them); starts nothing.
 
-    Attributes: `rank` (global), `local_rank`, `world_size`, `device`, and `stop`: 0, or the signal number that some
-    rank had received by the last `gather`, equal on all ranks.
+    Attributes: `rank` (global), `local_rank`, `world_size`, `local_world_size`, `cores` (for this rank), `device`, and
+    `stop`: 0, or the signal number that some rank had received by the last `gather`, equal on all ranks.
     """
 
     def __init__(self, cuda: bool = True) -> None:

@@ -94,7 +94,7 @@ class Environments(VectorWrapper):
 
 
 @contextmanager
-def environments(
+def open_environments(
     args: RunArgs, world: World, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
 ) -> Iterator[tuple[Environments, Environments | None]]:
     """This rank's environments, and one for each evaluation episode that it plays, if any; closed at the end.
@@ -108,8 +108,9 @@ def environments(
     options = args.vectorization, args.num_threads or world.cores
     with ExitStack() as stack:
         pair = []
-        for flag, domain, indices in (("--num-envs", TRAINING, here), ("--eval-episodes", EVALUATION, episodes)):
-            require_memory(flag, len(indices) * world.world_size, SMALLEST * len(indices), world)
+        of_training, of_evaluation = ("--num-envs", args.num_envs), ("--eval-episodes", args.eval_episodes)
+        for flag, domain, indices in ((of_training, TRAINING, here), (of_evaluation, EVALUATION, episodes)):
+            require_memory(*flag, SMALLEST * len(indices), world)
             if len(indices) > 1000 and world.rank == 0:
                 print(f"making {len(indices):,} environments of {args.env_id}", flush=True)  # may take minutes
             pair.append(None)

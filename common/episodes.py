@@ -82,6 +82,6 @@ def evaluate(
     for i in np.flatnonzero(playing):
         results[i] = statistics.returns[i], statistics.lengths[i]
     table = world.gather(results).reshape(world.world_size, -1, 2)  # collective
-    returns, lengths = table.transpose(1, 0, 2).reshape(-1, 2)[:episodes].T  # rank e mod world_size, e // world_size
+    returns, lengths = table.transpose(1, 0, 2).reshape(-1, 2)[:episodes].T  # e: rank e mod world_size's row
     row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean(), "eval/episodes": episodes}
     return row | {"time/eval": time.perf_counter() - start}

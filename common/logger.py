@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from common.arguments import RunArgs
+from common.arguments import RunArgs, flag
 from common.distributed import World
 from common.launch import BadInput, Fault
 from common.machine import environment_record
@@ -33,10 +33,10 @@ class Logger:
     """
 
     def __init__(self, args: RunArgs, file: str, columns: tuple[str, ...], world: World) -> None:
-        self.enabled = world.rank == 0
+        self.args, self.enabled = args, world.rank == 0
         if not self.enabled:
             return
-        self.args, self.columns = args, ("global_step", *columns)
+        self.columns = ("global_step", *columns)
         self.rows, self.last_line = 0, 0.0
         self.started, self.evaluated = time.perf_counter(), 0.0  # when, and seconds of evaluations since
         self.latest: dict[str, float] = {}
@@ -127,7 +127,7 @@ class Logger:
         self.note(plan)
         self.started = time.perf_counter()
 
-    def log(self, global_step: int, row: Mapping[str, float | int]) -> None:
+    def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
 
         Every rank calls with the same losses: where one is not finite, all raise `Fault` after the row.
@@ -136,7 +136,8 @@ class Logger:
             self._log({"global_step": global_step} | row)
         for name, value in row.items():
             if name.startswith("losses/") and not math.isfinite(value):
-                raise Fault(f"step {global_step}: {name} is not finite; try a lower learning rate.")
+                rates = [n for n, x in vars(self.args).items() if n.endswith(("_lr", "_rate")) and type(x) is float]
+                raise Fault(f"step {global_step}: {name} is not finite; try a lower {' or '.join(map(flag, rates))}.")
 
     def _log(self, row: dict[str, float | int]) -> None:
         row["time/wall"] = time.perf_counter() - self.started
@@ -197,7 +198,7 @@ class Logger:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def save(self, global_step: int, state: Mapping[str, Any]) -> None:
-        """Write model.pt, for `weights_only=True`: `state` without optimisers and generators, arguments and step."""
+        """Write model.pt, for `weights_only=True`: `state` but optimisers and generators, the arguments, the step."""
         if self.enabled:
             model = {"args": dataclasses.asdict(self.args), "global_step": global_step}
             for name, x in state.items():

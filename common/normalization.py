@@ -48,7 +48,7 @@ class RunningMoments:
 def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, carry: np.ndarray) -> np.ndarray:
     """Running sums R_t = gamma R_{t-1} + r_t, each environment's since its episode's start: (T, n) -> (T, n).
 
-    `carry` (n,) holds gamma-less R of the step before and is moved in place. Their spread scales rewards (CleanRL,
+    `carry` (n,) holds R of the step before, undiscounted, and is moved in place. Their spread scales rewards (CleanRL,
     Baselines); `dones` (T, n) ends a sum after the step.
     """
     returns = np.empty(rewards.shape)

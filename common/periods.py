@@ -1,4 +1,4 @@
-"""What happens at every so many transitions."""
+"""Whether a multiple of a period was passed."""
 
 from __future__ import annotations
 

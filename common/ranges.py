@@ -15,7 +15,8 @@ class Range(NamedTuple):
 
 
 Count = Annotated[int, Range(lambda x: x >= 1, "an integer of at least 1")]
-Period = Annotated[int, Range(lambda x: x >= 0, "an integer of at least 0")]  # 0: never
+Whole = Annotated[int, Range(lambda x: x >= 0, "an integer of at least 0")]
+Period = Whole  # 0: never
 Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "a number above 0")]
 Weight = Annotated[float, Range(lambda x: 0 <= x < math.inf, "a number of at least 0")]
 Fraction = Annotated[float, Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")]
