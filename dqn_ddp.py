@@ -43,6 +43,7 @@ from common.logger import Logger
 from common.periods import crossed
 from common.ranges import Count, Fraction, Norm, Positive, Rate, Whole
 from common.replay import ReplayBuffer
+from common.shards import average_over_shards, per_shard
 
 
 @dataclass
@@ -253,12 +254,13 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda)
+    world = World(args.cuda, args.shards)
     with open_environments(args, world, (gym.spaces.Discrete,), args.life_loss) as (envs, eval_envs):
         obs_space, alpha = envs.single_observation_space, args.per_alpha if args.prioritized else 0.0
         sizes, stack = (args.buffer_size, args.num_envs), 4 if envs.atari else 1
         rb = ReplayBuffer(*sizes, world, obs_space, (), np.dtype(np.int64), args.n_step, args.gamma, stack, alpha)
-        torch.set_num_threads(args.num_threads or (world.cores if is_large(obs_space, envs.atari) else 1))
+        many = is_large(obs_space, envs.atari) and not args.shards  # a convolution's roundings depend on it
+        torch.set_num_threads(args.num_threads or (world.cores if many else 1))
         with Logger(args, __file__, COLUMNS, world) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, rb, logger)
 
@@ -268,7 +270,7 @@ def train(
 ) -> None:
     """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
     device = world.device
-    local_envs = world.here(args.num_envs)  # which of all environments are here
+    local_envs, shards = world.here(args.num_envs), envs.shards  # which of all are here; without --shards, one shard
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     num_actions, budget = int(action_space.n), args.total_timesteps // args.num_envs * args.num_envs
 
@@ -279,11 +281,12 @@ def train(
     target_network = QNetwork(obs_space, num_actions, envs.atari, args.dueling).to(device).requires_grad_(False)
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
-    scale = world.world_size / args.batch_size
+    scale = world.num_shards / args.batch_size
     loss_fn = TDLoss(q_network, args.loss == "huber", scale)
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
+    ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
+    average_over_shards(ddp_loss, world)
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
     # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "generator": generator}
@@ -299,10 +302,10 @@ def train(
 
     obs = envs.start()
     rb.start(obs)
-    episodes = EpisodeStatistics(envs.num_envs)
+    episodes = EpisodeStatistics(shards)
     q_values = checked(q_network.numpy_q, network_q, obs, thorough=True)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
-    loss_sums = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
+    loss_sums = torch.zeros(len(shards), len(LOSSES), dtype=torch.float64, device=device)
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     num_updates, update_time, row_start = 0, 0.0, time.perf_counter()
 
@@ -316,7 +319,7 @@ def train(
         explore, choice = noise[before // args.num_envs % NOISE_STEPS]
         actions, greedy = (choice * num_actions).astype(np.int64), explore >= epsilon
         if greedy.any():
-            actions = np.where(greedy, q_values(obs).argmax(-1), actions)
+            actions = np.where(greedy, per_shard(q_values, shards)(obs).argmax(-1), actions)
         obs, rewards, terminations, truncations, infos = envs.step(actions + action_space.start)
         ended = episodes.step(rewards, terminations | truncations, infos)
         rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos, ended)
@@ -326,19 +329,20 @@ def train(
         if global_step > max(args.learning_starts, args.num_envs * args.n_step):  # something can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
-                data = rb.sample(args.batch_size, generator, device, beta)  # collective
-                with torch.no_grad():
-                    next_q = q_network(data.next_obs) if args.double_q else None
-                    td_target = compute_td_target(data.rewards, data.discounts, target_network(data.next_obs), next_q)
-                loss, (td_errors, old_val) = ddp_loss(data.obs, data.actions, td_target, data.weights)
-                optimizer.zero_grad()
-                loss.backward()  # collective
+                for shard, data in enumerate(rb.sample(args.batch_size, generator, device, beta)):  # collective
+                    with torch.no_grad():
+                        next_q = q_network(data.next_obs) if args.double_q else None
+                        target_q = target_network(data.next_obs)
+                        td_target = compute_td_target(data.rewards, data.discounts, target_q, next_q)
+                    loss, (td_errors, old_val) = ddp_loss(data.obs, data.actions, td_target, data.weights)
+                    optimizer.zero_grad()
+                    loss.backward()  # collective
+                    if args.prioritized:
+                        rb.update_priorities(data.indices, td_errors)
+                    loss_sums[shard] += torch.stack([loss.detach(), scale * old_val.sum()])
                 if args.max_grad_norm < math.inf:
                     nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
-                if args.prioritized:
-                    rb.update_priorities(data.indices, td_errors)
-                loss_sums += torch.stack([loss.detach(), scale * old_val.sum()])
                 num_updates += 1
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
@@ -353,13 +357,14 @@ def train(
         # metrics: sums and counts of all ranks, divided once
         last = global_step == budget or world.stop
         if crossed(args.log_every, before, global_step) or last:
-            sums = episodes.pop() | dict(zip(LOSSES, loss_sums.tolist(), strict=True))
+            parts = zip(episodes.pop(), loss_sums.tolist(), strict=True)
+            sums = [part | dict(zip(LOSSES, losses, strict=True)) for part, losses in parts]
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
             total = world.reduce(sums, maxima=times)  # collective
             row = episode_row(total) | {name: total[name] for name in times}
             row |= {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon}
             if num_updates:
-                row |= {f"losses/{name}": total[name] / num_updates / world.world_size for name in LOSSES}
+                row |= {f"losses/{name}": total[name] / num_updates / world.num_shards for name in LOSSES}
             logger.log(global_step, row)
             loss_sums.zero_()
             num_updates, update_time, row_start = 0, 0.0, time.perf_counter()

@@ -52,6 +52,7 @@ from common.machine import require_compiler, require_memory
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.periods import crossed
 from common.ranges import Count, Fraction, Norm, Positive, Weight, Whole
+from common.shards import average_over_shards, per_shard
 
 
 @dataclass
@@ -265,9 +266,9 @@ class PPOLoss(nn.Module):
         obs: torch.Tensor,  # (B, *shape)
         actions: torch.Tensor,  # (B,) or (B, d)
         logprobs: torch.Tensor,  # (B,), and so all below
-        advantages: torch.Tensor,
-        returns: torch.Tensor,
         values: torch.Tensor,
+        returns: torch.Tensor,
+        advantages: torch.Tensor,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Returns the loss, a mean over the minibatch, and, detached, its three parts and the log-ratios (B,)."""
         args = self.args
@@ -332,18 +333,19 @@ def compute_gae(
 
 
 def minibatch_inds(
-    generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, local_envs: slice
+    generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, world: World
 ) -> torch.Tensor:
-    """Shuffled indices into a flattened (num_steps, local_num_envs): (num_epochs, num_minibatches, local minibatch).
+    """Shuffled indices into a shard's flattened (num_steps, envs): (shards here, num_epochs, num_minibatches, size).
 
     The time indices of each environment are permuted by the shared generator and cut, so that a global minibatch
     holds as many steps of every environment, and the same ones at any world size.
     """
+    local_envs, num_shards = world.here(num_envs), len(world.shards)
     order = torch.rand(num_epochs, num_envs, num_steps, generator=generator)[:, local_envs].argsort(stable=True)
-    local_num_envs = order.shape[1]
-    inds = order * local_num_envs + torch.arange(local_num_envs)[:, None]
-    inds = inds.view(num_epochs, local_num_envs, num_minibatches, -1).transpose(1, 2)
-    return inds.reshape(num_epochs, num_minibatches, -1)
+    size = order.shape[1] // num_shards  # environments of a shard
+    inds = order.view(num_epochs, num_shards, size, num_steps) * size + torch.arange(size)[:, None]
+    inds = inds.view(num_epochs, num_shards, size, num_minibatches, -1).permute(1, 0, 3, 2, 4)
+    return inds.reshape(num_shards, num_epochs, num_minibatches, -1)
 
 
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
@@ -373,7 +375,7 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda)
+    world = World(args.cuda, args.shards)
     if args.compile:
         require_compiler(world)
     action_spaces = gym.spaces.Discrete, gym.spaces.Box
@@ -386,7 +388,8 @@ def main(args: Args) -> None:
         if args.aux_epochs:
             nbytes += args.n_pi * args.num_steps * envs.num_envs * (transition + 16 * args.aux_epochs + 100)
         require_memory("--num-steps", args.num_steps, nbytes, world)
-        torch.set_num_threads(args.num_threads or (world.cores if is_large(obs_space, envs.atari) else 1))
+        many = is_large(obs_space, envs.atari) and not args.shards  # a convolution's roundings depend on it
+        torch.set_num_threads(args.num_threads or (world.cores if many else 1))
         with Logger(args, __file__, COLUMNS, world) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, logger)
 
@@ -398,6 +401,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    shards = envs.shards  # the rows of each shard that is here: all, without --shards
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
@@ -417,8 +421,10 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     # two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
     options = {"gradient_as_bucket_view": True}
-    ddp_loss = DDP(loss_fn, **options) if world.world_size > 1 else loss_fn  # collective
-    ddp_aux_loss = DDP(aux_loss_fn, **options) if world.world_size > 1 else aux_loss_fn  # collective
+    ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
+    average_over_shards(ddp_loss, world)
+    ddp_aux_loss = DDP(aux_loss_fn, **options) if world.wraps else aux_loss_fn  # collective
+    average_over_shards(ddp_aux_loss, world)
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
     # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}
@@ -461,7 +467,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         return env_actions(agent.mode(network_policy(normalized(raw))))
 
     next_obs = envs.start()
-    episodes = EpisodeStatistics(local_num_envs)
+    episodes = EpisodeStatistics(shards)
     return_carry = np.zeros(local_num_envs)  # running discounted returns, moved in place
     logger.start(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
 
@@ -475,15 +481,17 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         rollout_start = time.perf_counter()
         draw = torch.rand if agent.discrete else torch.randn
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
-        final_obs = []  # of truncated episodes, in the order of `truncations`
+        final_obs = {}  # of truncated episodes, by step and environment
         if not image:  # what acts on vectors in the networks' place; first tried with other parameters too
             policy = checked(agent.numpy_policy, network_policy, normalized(next_obs), thorough=iteration == 1)
+            policy = per_shard(policy, shards)
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if image:  # whose features are kept, not computed twice
-                    features[step] = agent.trunk(network_input(next_obs))
-                    pi = agent.policy(features[step]).cpu().numpy()
+                    for rows in shards:
+                        features[step, rows] = agent.trunk(network_input(next_obs[rows]))
+                    pi = np.concatenate([agent.policy(features[step, rows]).cpu().numpy() for rows in shards])
                 else:
                     pi = policy(normalized(next_obs))
                 actions[step] = agent.sample(pi, noise[step])
@@ -491,108 +499,123 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
                 rewards[step], terminations[step], truncations[step] = reward, termination, truncation
                 episodes.step(reward, termination | truncation, infos)
                 if truncation.any():
-                    final_obs += [infos["final_obs"][i].copy() for i in np.flatnonzero(truncation & ~termination)]
+                    for i in np.flatnonzero(truncation & ~termination):
+                        final_obs[step, i] = infos["final_obs"][i].copy()
 
-        # values and log-probabilities of the whole rollout at once
-        dones = terminations | truncations
+        # values and log-probabilities of the whole rollout at once, shard by shard
+        dones, bootstrapped = terminations | truncations, truncations & ~terminations
         learning_rewards = np.sign(rewards) if envs.atari else rewards
         if args.norm_reward:
-            part = return_moments.part(discounted_returns(learning_rewards, dones, args.gamma, return_carry))
-            return_moments.merge(world.gather(part))  # collective
+            returns = discounted_returns(learning_rewards, dones, args.gamma, return_carry)
+            return_moments.update([returns[:, rows] for rows in shards], world)  # collective
             learning_rewards = (learning_rewards / return_moments.std).clip(-10, 10)
-        b_obs = network_input(obs.reshape(-1, *obs_space.shape))
-        b_actions = torch.from_numpy(actions.reshape(-1, *action_shape)).to(device)
-        with torch.no_grad():
-            b_features = features.flatten(0, 1) if image else agent.trunk(b_obs)
-            b_logprobs, _ = agent.log_prob_entropy(agent.policy(b_features), b_actions)
-            # in parts, as the update: values may take convolutions of their own, as PPG's do
-            parts = zip(b_obs.chunk(args.num_minibatches), b_features.chunk(args.num_minibatches), strict=True)
-            b_values = torch.cat([agent.value(*part) for part in parts])
-            last_obs = network_input(np.stack([*next_obs, *final_obs]))
-            last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
-        values = b_values.cpu().numpy().reshape(shape)
-        next_value, final_values = np.split(last_values, [local_num_envs])
         learning_rewards = learning_rewards.astype(np_dtype)
-        learning_rewards[truncations & ~terminations] += args.gamma * final_values  # truncation bootstraps
+        values, next_value, batches = np.empty(shape, np_dtype), np.empty(local_num_envs, np_dtype), []
+        with torch.no_grad():
+            for rows in shards:
+                b_obs = network_input(obs[:, rows].reshape(-1, *obs_space.shape))
+                b_actions = torch.from_numpy(actions[:, rows].reshape(-1, *action_shape)).to(device)
+                b_features = features[:, rows].flatten(0, 1) if image else agent.trunk(b_obs)
+                b_logprobs, _ = agent.log_prob_entropy(agent.policy(b_features), b_actions)
+                # in parts, as the update: values may take convolutions of their own, as PPG's do
+                parts = zip(b_obs.chunk(args.num_minibatches), b_features.chunk(args.num_minibatches), strict=True)
+                b_values = torch.cat([agent.value(*part) for part in parts])
+                finals = [final_obs[step, rows.start + i] for step, i in np.argwhere(bootstrapped[:, rows])]
+                last_obs = network_input(np.stack([*next_obs[rows], *finals]))
+                last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
+                values[:, rows] = b_values.cpu().numpy().reshape(args.num_steps, -1)
+                next_value[rows], final_values = np.split(last_values, [rows.stop - rows.start])
+                learning_rewards[:, rows][bootstrapped[:, rows]] += args.gamma * final_values  # truncation bootstraps
+                batches.append((b_obs, b_actions, b_logprobs, b_values))
         advantages = compute_gae(
             learning_rewards, values, next_value, dones.astype(np_dtype), args.gamma, args.gae_lambda
         )
-        b_advantages = torch.from_numpy(advantages.ravel()).to(device)
-        b_returns = b_advantages + b_values
+        b_advantages = [torch.from_numpy(advantages[:, rows].ravel()).to(device) for rows in shards]
+        batches = [(*batch, x + batch[-1]) for batch, x in zip(batches, b_advantages, strict=True)]  # and the returns
         update_start = time.perf_counter()
 
         # update
         mb_inds = minibatch_inds(
-            generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, local_envs
+            generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, world
         ).to(device)
         if args.norm_adv == "batch":
             b_advantages = standardized(b_advantages, world)  # collective
-        mb_advantages = b_advantages[mb_inds]  # of all epochs: one collective normalises them
+        # of all epochs: one collective normalises them
+        mb_advantages = [x[inds] for x, inds in zip(b_advantages, mb_inds, strict=True)]
         if args.norm_adv == "minibatch":
             mb_advantages = standardized(mb_advantages, world)  # collective
-        stats = []
+        stats = [[] for _ in shards]
         for epoch in range(args.update_epochs):
-            for mb, mb_advantage in zip(mb_inds[epoch], mb_advantages[epoch], strict=True):
-                batch = b_obs[mb], b_actions[mb], b_logprobs[mb], mb_advantage, b_returns[mb], b_values[mb]
-                loss, mb_stats = ddp_loss(*batch)
-                optimizer.zero_grad()
-                loss.backward()  # collective
+            for i in range(args.num_minibatches):
+                for k, batch in enumerate(batches):  # the shards': their gradients are averaged at the last backward
+                    mb = mb_inds[k, epoch, i]
+                    loss, mb_stats = ddp_loss(*(x[mb] for x in batch), mb_advantages[k][epoch, i])
+                    optimizer.zero_grad()
+                    loss.backward()  # collective
+                    stats[k].append(mb_stats)
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
-                stats.append(mb_stats)
             if args.target_kl is not None:
-                epoch_sums = loss_sums(stats[-args.num_minibatches :], args.clip_coef)
-                if world.gather([epoch_sums["approx_kl"]]).mean() / args.num_minibatches > args.target_kl:  # collective
+                epoch_sums = [loss_sums(part[-args.num_minibatches :], args.clip_coef) for part in stats]
+                approx_kl = world.gather_shards([[part["approx_kl"]] for part in epoch_sums]).mean()  # collective
+                if approx_kl / args.num_minibatches > args.target_kl:
                     break
-        if args.norm_obs:
-            obs_moments.merge(world.gather(obs_moments.part(obs)))  # collective; last, so that ratios start at 1
-        sums = episodes.pop() | loss_sums(stats, args.clip_coef) | {"updates": len(stats)}
+        if args.norm_obs:  # last, so that ratios start at 1
+            obs_moments.update([obs[:, rows] for rows in shards], world)  # collective
+        sums = [part | loss_sums(x, args.clip_coef) for part, x in zip(episodes.pop(), stats, strict=True)]
         update_end = time.perf_counter()
 
         # auxiliary phase
-        aux_stats = []
+        aux_stats = [[] for _ in shards]
         if args.aux_epochs:
-            aux_obs[(iteration - 1) % args.n_pi] = obs
-            aux_returns[(iteration - 1) % args.n_pi] = b_returns.cpu().numpy().reshape(shape)
+            slot = (iteration - 1) % args.n_pi
+            aux_obs[slot] = obs
+            for rows, batch in zip(shards, batches, strict=True):
+                aux_returns[slot, :, rows] = batch[-1].cpu().numpy().reshape(args.num_steps, -1)
         if args.aux_epochs and iteration % args.n_pi == 0:
-            flat_obs = aux_obs.reshape(-1, *obs_space.shape)  # (n_pi * num_steps * local_num_envs, ...)
-            flat_returns = torch.from_numpy(aux_returns.ravel()).to(device)
+            steps, size = args.n_pi * args.num_steps, shards[0].stop  # of the store, and environments of a shard
+            store, store_returns = (x.reshape(steps, *x.shape[2:]) for x in (aux_obs, aux_returns))
+            aux_batches = []
             with torch.no_grad():  # the old policy of the whole store, before the first auxiliary update
-                parts = np.array_split(flat_obs, args.num_aux_minibatches)
-                old_pi = torch.cat([agent.policy(agent.trunk(network_input(part))) for part in parts])
-            steps = args.n_pi * args.num_steps
-            aux_inds = minibatch_inds(
-                generator, args.aux_epochs, args.num_aux_minibatches, steps, args.num_envs, local_envs
-            )
-            for epoch_inds in aux_inds:
-                for mb in epoch_inds:
-                    mb_obs, mb_on_device = network_input(flat_obs[mb]), mb.to(device)
-                    loss, mb_stats = ddp_aux_loss(mb_obs, flat_returns[mb_on_device], old_pi[mb_on_device])
-                    aux_optimizer.zero_grad()
-                    loss.backward()  # collective
+                for rows in shards:
+                    parts = (
+                        x.reshape(-1, *obs_space.shape) for x in np.split(store[:, rows], args.num_aux_minibatches)
+                    )
+                    old_pi = torch.cat([agent.policy(agent.trunk(network_input(part))) for part in parts])
+                    aux_batches.append((torch.from_numpy(store_returns[:, rows].ravel()).to(device), old_pi))
+            aux_inds = minibatch_inds(generator, args.aux_epochs, args.num_aux_minibatches, steps, args.num_envs, world)
+            for epoch_inds in aux_inds.permute(1, 2, 0, 3):
+                for mb_of_shards in epoch_inds:
+                    for k, mb in enumerate(mb_of_shards):
+                        mb_obs = network_input(store[mb // size, shards[k].start + mb % size])
+                        loss, mb_stats = ddp_aux_loss(mb_obs, *(x[mb.to(device)] for x in aux_batches[k]))
+                        aux_optimizer.zero_grad()
+                        loss.backward()  # collective
+                        aux_stats[k].append(mb_stats)
                     nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
                     aux_optimizer.step()
-                    aux_stats.append(mb_stats)
                 world.gather([])  # collective; a boundary
                 if world.stop:
                     break
-        aux_sums = torch.tensor(aux_stats or [[0.0] * len(AUX_LOSSES)], dtype=torch.float64).sum(0).tolist()
+        for part, x in zip(sums, aux_stats, strict=True):
+            losses = torch.tensor(x or [[0.0] * 3], dtype=torch.float64).sum(0).tolist()
+            part |= dict(zip(AUX_LOSSES, losses, strict=True))
         aux_end = time.perf_counter()
 
         # metrics: sums and counts of all ranks, divided once
-        residuals = advantages.astype(np.float64)  # returns - values
-        for name, x in (("residual", residuals), ("target", values + residuals)):
-            sums |= {name: x.sum(), f"{name}^2": (x**2).sum()}
+        for part, rows in zip(sums, shards, strict=True):
+            residuals = advantages[:, rows].astype(np.float64)  # returns - values
+            for name, x in (("residual", residuals), ("target", values[:, rows] + residuals)):
+                part |= {name: x.sum(), f"{name}^2": (x**2).sum()}
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
-        sums |= {"aux_updates": len(aux_stats)} | dict(zip(AUX_LOSSES, aux_sums, strict=True))
-        if aux_stats:
+        if aux_stats[0]:
             times["time/aux"] = aux_end - update_end
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}
         row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
-        row |= {f"losses/{name}": total[name] / total["updates"] for name in LOSSES}
-        if total["aux_updates"]:
-            row |= {f"losses/{name}": total[name] / total["aux_updates"] for name in AUX_LOSSES}
+        row |= {f"losses/{name}": total[name] / (len(stats[0]) * world.num_shards) for name in LOSSES}
+        if aux_stats[0]:
+            row |= {f"losses/{name}": total[name] / (len(aux_stats[0]) * world.num_shards) for name in AUX_LOSSES}
         residual_var, target_var = (total[f"{x}^2"] - total[x] ** 2 / batch_size for x in ("residual", "target"))
         if target_var > 0:
             row["losses/explained_variance"] = 1 - residual_var / target_var

@@ -44,6 +44,7 @@ from common.logger import Logger
 from common.periods import crossed
 from common.ranges import Count, Fraction, Period, Positive, Rate, Threads, Whole
 from common.replay import ReplayBuffer
+from common.shards import average_over_shards, per_shard
 
 
 @dataclass
@@ -264,7 +265,7 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda)
+    world = World(args.cuda, args.shards)
     with open_environments(args, world, (gym.spaces.Box,)) as (envs, eval_envs):
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if len(obs_space.shape) != 1:
@@ -286,7 +287,7 @@ def train(
 ) -> None:
     """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
     device = world.device
-    local_envs = world.here(args.num_envs)  # which of all environments are here
+    local_envs, shards = world.here(args.num_envs), envs.shards  # which of all are here; without --shards, one shard
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     d, budget = math.prod(action_space.shape), args.total_timesteps // args.num_envs * args.num_envs
 
@@ -302,12 +303,14 @@ def train(
     q_optimizer = torch.optim.Adam(parameters, lr=args.q_lr, fused=True)
     groups = [{"params": actor.parameters(), "lr": args.policy_lr}, {"params": [log_alpha], "lr": args.q_lr}]
     actor_optimizer = torch.optim.Adam(groups[: 1 + args.autotune], fused=True)
-    scale = world.world_size / args.batch_size
+    scale = world.num_shards / args.batch_size
     critic_loss_fn, actor_loss_fn = CriticLoss(critics, scale), ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP: hooks `forward` and nothing else, so it wraps the losses; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.world_size > 1 else critic_loss_fn  # collective
-    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.world_size > 1 else actor_loss_fn  # collective
+    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.wraps else critic_loss_fn  # collective
+    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.wraps else actor_loss_fn  # collective
+    average_over_shards(ddp_critic_loss, world)
+    average_over_shards(ddp_actor_loss, world)
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
     # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"actor": actor, "critics": critics, "critics_target": critics_target, "log_alpha": log_alpha}
@@ -329,12 +332,12 @@ def train(
 
     obs = envs.start()
     rb.start(obs)
-    episodes = EpisodeStatistics(envs.num_envs)
+    episodes = EpisodeStatistics(shards)
     ones = np.ones((envs.num_envs, d), torch.empty(0).numpy().dtype)
     policy = checked(actor.numpy_policy, network_policy, obs, ones, thorough=True)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
-    critic_sums = torch.zeros(len(CRITIC_LOSSES), dtype=torch.float64, device=device)
-    actor_sums = torch.zeros(len(ACTOR_LOSSES), dtype=torch.float64, device=device)
+    critic_sums = torch.zeros(len(shards), len(CRITIC_LOSSES), dtype=torch.float64, device=device)
+    actor_sums = torch.zeros(len(shards), len(ACTOR_LOSSES), dtype=torch.float64, device=device)
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
 
@@ -346,7 +349,8 @@ def train(
             uniform = torch.rand(args.num_envs, d, generator=generator)[local_envs].to(device)
             actions = (actor.bias + actor.scale * (2 * uniform - 1)).cpu().numpy()
         else:
-            actions = policy(obs, torch.randn(args.num_envs, d, generator=generator)[local_envs].numpy())
+            noise = torch.randn(args.num_envs, d, generator=generator)[local_envs].numpy()
+            actions = per_shard(policy, shards)(obs, noise)
         obs, rewards, terminations, truncations, infos = envs.step(as_taken(actions))
         ended = episodes.step(rewards, terminations | truncations, infos)
         rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
@@ -356,29 +360,30 @@ def train(
         if global_step > max(args.learning_starts, args.num_envs):  # something can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
-                data = rb.sample(args.batch_size, generator, device, beta)  # collective
-                noise = torch.randn(args.batch_size, d, generator=generator)[data.places].to(device)
-                with torch.no_grad():
-                    next_actions, next_logprob = actor(data.next_obs, noise)
-                    min_qf_next_target = torch.minimum(*critics_target(data.next_obs, next_actions))
-                    alpha = log_alpha.exp()
-                    td_target = compute_td_target(data.rewards, data.discounts, min_qf_next_target, next_logprob, alpha)
-                loss, (qf_losses, td_errors, qf) = ddp_critic_loss(data.obs, data.actions, td_target, data.weights)
-                q_optimizer.zero_grad()
-                loss.backward()  # collective
+                batches = rb.sample(args.batch_size, generator, device, beta)  # collective
+                noise, alpha = torch.randn(args.batch_size, d, generator=generator), log_alpha.detach().exp()
+                for shard, data in enumerate(batches):
+                    with torch.no_grad():
+                        next_actions, next_logprob = actor(data.next_obs, noise[data.places].to(device))
+                        min_qf_next = torch.minimum(*critics_target(data.next_obs, next_actions))
+                        td_target = compute_td_target(data.rewards, data.discounts, min_qf_next, next_logprob, alpha)
+                    loss, (qf_losses, td_errors, qf) = ddp_critic_loss(data.obs, data.actions, td_target, data.weights)
+                    q_optimizer.zero_grad()
+                    loss.backward()  # collective
+                    if args.prioritized:
+                        rb.update_priorities(data.indices, td_errors)
+                    critic_sums[shard] += torch.cat([qf_losses, scale * qf.sum(1)])
                 q_optimizer.step()
-                if args.prioritized:
-                    rb.update_priorities(data.indices, td_errors)
-                critic_sums += torch.cat([qf_losses, scale * qf.sum(1)])
                 critic_updates += 1
                 if k % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # makes up for the delay
-                        noise = torch.randn(args.batch_size, d, generator=generator)[data.places].to(device)
-                        loss, parts = ddp_actor_loss(data.obs, noise)
-                        actor_optimizer.zero_grad()
-                        loss.backward()  # collective
+                        noise = torch.randn(args.batch_size, d, generator=generator)
+                        for shard, data in enumerate(batches):
+                            loss, parts = ddp_actor_loss(data.obs, noise[data.places].to(device))
+                            actor_optimizer.zero_grad()
+                            loss.backward()  # collective
+                            actor_sums[shard] += torch.stack(parts)
                         actor_optimizer.step()
-                        actor_sums += torch.stack(parts)
                         actor_updates += 1
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
@@ -393,13 +398,13 @@ def train(
         # metrics: sums and counts of all ranks, divided once
         last = global_step == budget or world.stop
         if crossed(args.log_every, before, global_step) or last:
-            sums = episodes.pop() | dict(zip(CRITIC_LOSSES, critic_sums.tolist(), strict=True))
-            sums |= dict(zip(ACTOR_LOSSES, actor_sums.tolist(), strict=True))
+            losses, names = torch.cat([critic_sums, actor_sums], 1).tolist(), (*CRITIC_LOSSES, *ACTOR_LOSSES)
+            sums = [part | dict(zip(names, x, strict=True)) for part, x in zip(episodes.pop(), losses, strict=True)]
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
             total = world.reduce(sums, maxima=times)  # collective
             row = episode_row(total) | {name: total[name] for name in times} | {"charts/learning_rate": args.policy_lr}
             for names, updates in ((CRITIC_LOSSES, critic_updates), (ACTOR_LOSSES[: 1 + args.autotune], actor_updates)):
-                row |= {f"losses/{name}": total[name] / updates / world.world_size for name in names if updates}
+                row |= {f"losses/{name}": total[name] / updates / world.num_shards for name in names if updates}
             if critic_updates:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2
             row["losses/alpha"] = log_alpha.exp().item()

@@ -190,7 +190,7 @@ def replay_latency(repetitions: int) -> None:
         times: dict[str, list[float]] = {"sample": [], "update": []}
         for _ in range(1000 * repetitions):
             start = time.perf_counter()
-            data = rb.sample(128, generator, world.device)
+            (data,) = rb.sample(128, generator, world.device)
             middle = time.perf_counter()
             rb.update_priorities(data.indices, data.rewards)
             times["sample"].append(middle - start)

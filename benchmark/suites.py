@@ -5,6 +5,7 @@ A `variant` tells two works of one script on one environment apart. `REFERENCES`
 
 ONE_TO_FIVE = {1: (1, 2, 3, 4, 5), 2: (1, 2)}  # world size: seeds
 ONE_TO_THREE = {1: (1, 2, 3)}
+ONE_AND_TWO = {1: (1,), 2: (1,)}
 
 # as RL Zoo's settings for PPO, apart from normalisation and the larger minibatches
 LUNAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 16 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
@@ -17,6 +18,7 @@ PPG_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 64 --num-
 PPG_MINATAR += " --update-epochs 4 --n-pi 8"
 DQN_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --log-every 10000 --buffer-size 100000 --batch-size 32"
 DQN_MINATAR += " --learning-starts 5000 --train-frequency 4 --target-network-frequency 1000 --exploration-fraction 0.1"
+DQN_EXACT = "--prioritized --total-timesteps 200000 --eval-every 10000 --log-every 5000"
 PPO_ATARI = "--total-timesteps 10000000 --eval-every 250000 --num-envs 8 --clip-coef 0.1 --no-norm-reward"
 DQN_ATARI = "--total-timesteps 10000000 --eval-every 250000 --log-every 50000 --num-envs 8 --buffer-size 1000000"
 DQN_ATARI += " --batch-size 32 --learning-rate 1e-4 --learning-starts 80000 --train-frequency 4"
@@ -53,6 +55,12 @@ SUITES = {
             ONE_TO_FIVE,
         ),
         work("sac_ddp.py", "Pendulum-v1", "--total-timesteps 20000 --eval-every 1000", ONE_TO_FIVE),
+    ],
+    "exact": [
+        work("ppo_ddp.py", "CartPole-v1", "--shards 2 --total-timesteps 200000 --eval-every 10000", ONE_AND_TWO),
+        work("ppg_ddp.py", "Acrobot-v1", "--shards 2 --total-timesteps 200000 --eval-every 10000", ONE_AND_TWO),
+        work("dqn_ddp.py", "CartPole-v1", f"--shards 2 {DQN_EXACT}", ONE_AND_TWO, "prioritized"),
+        work("sac_ddp.py", "Pendulum-v1", "--shards 2 --total-timesteps 20000 --eval-every 1000", ONE_AND_TWO),
     ],
     "minatar": [
         work(script, env_id, flags, ONE_TO_THREE)

@@ -21,6 +21,8 @@ class RunArgs:
 
     seed: Seed = 1
     """seed of everything random, from 0 to 2**32 - 1"""
+    shards: Count | None = None
+    """a power of two, 8 say: the same bytes on 1, 2, 4 and 8 processes; part of the experiment, as the seed is"""
     run_dir: str | None = None
     """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
     track: bool = False
@@ -47,6 +49,11 @@ class RunArgs:
     """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
     timeout: Seconds = 600.0
     """seconds between boundaries (iteration or auxiliary epoch; DQN, SAC: 500 transitions; 100 steps of evaluation)"""
+
+    def experiment(self) -> dict[str, Any]:
+        """The flags on which numbers depend: neither where it runs nor how it is watched."""
+        elsewhere = {field.name for field in dataclasses.fields(RunArgs)} - {"seed", "shards"}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in elsewhere}
 
     def __post_init__(self) -> None:
         """Check every field, a script's own too, against the range in its annotation."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
+from common.arguments import require, require_divisible
 from common.launch import BadInput, end_with_parent, explained
 from common.watchdog import GRACE, Watchdog
 
@@ -29,11 +30,14 @@ from common.watchdog import GRACE, Watchdog
 class World:
     """The ranks of this run, read from the launcher's variables (a world of one without them); starts nothing.
 
-    Attributes: `rank` (global), `local_rank`, `world_size`, `local_world_size`, `cores` (for this rank), `device`, and
-    `stop`: 0, or the signal number that some rank had received by the last `gather`, equal on all ranks.
+    Attributes: `rank` (global), `local_rank`, `world_size`, `local_world_size`, `cores` (for this rank), `device`;
+    `num_shards` (the world size, where not `sharded`), `shards` (the numbers of those here), `wraps` (whether losses
+    need DDP); `nccl` (whether it carries gradients); `stop`: 0, or the signal number that some rank had received by the
+    last `gather`, equal on all ranks.
+    Raises `BadInput` (--shards) unless `shards` and the world size are powers of two, and the first the larger.
     """
 
-    def __init__(self, cuda: bool = True) -> None:
+    def __init__(self, cuda: bool = True, shards: int | None = None) -> None:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in os.environ]
         if missing and not set(names[:2]) <= set(missing):
@@ -48,6 +52,17 @@ class World:
         if cuda and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
         self.stop, self.watchdog = 0, Watchdog(self.rank)
+        if shards is not None:
+            power = 2 ** (shards.bit_length() - 1)
+            nearest = power if power == shards else f"such as {power} or {2 * power}"
+            require(power == shards, "--shards", shards, f"a power of two, {nearest}")
+            of_processes = self.world_size & (self.world_size - 1) == 0
+            require(of_processes, "--shards", shards, f"left out on {self.world_size} processes, no power of two")
+            require_divisible("--shards", shards, self.world_size, "the number of processes")
+        self.sharded, self.num_shards = shards is not None, shards or self.world_size
+        here = self.num_shards // self.world_size
+        self.shards = range(self.rank * here, (self.rank + 1) * here)
+        self.wraps = self.world_size > 1 or self.sharded
 
     def here(self, num: int) -> slice:
         """The contiguous part of `num` global places (environments) that this rank holds."""
@@ -91,9 +106,9 @@ class World:
         uuid = torch.cuda.get_device_properties(self.device).uuid if self.device.type == "cuda" else "none"
         store.set(f"gpu/{rank}", f"{socket.gethostname()}/{uuid}")
         gpus = [store.get(f"gpu/{r}").decode() for r in range(world_size)]
-        everywhere = len(set(gpus)) == world_size and not any(gpu.endswith("/none") for gpu in gpus)
+        self.nccl = len(set(gpus)) == world_size and not any(gpu.endswith("/none") for gpu in gpus)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if everywhere else "gloo",
+            "cpu:gloo,cuda:nccl" if self.nccl else "gloo",
             store=store,
             rank=rank,
             world_size=world_size,
@@ -103,12 +118,11 @@ class World:
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.deterministic = True
 
-    def gather(self, values: np.ndarray | torch.Tensor | list[float]) -> np.ndarray:
+    def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
         """Gather one packed vector from every rank: K numbers -> (world_size, K) float64, the same on all ranks.
 
         Sum over axis 0 for sums and counts, take the maximum for times. Also agrees on `stop` and feeds the watchdog.
         """
-        values = values.cpu() if isinstance(values, torch.Tensor) else values
         local = np.append(np.asarray(values, dtype=np.float64), self.watchdog.signum)
         table = local[None]
         if self.world_size > 1:
@@ -119,8 +133,13 @@ class World:
         self.stop = int(table[:, -1].max())
         return table[:, :-1]
 
-    def reduce(self, sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
-        """One packed collective: the sum over ranks of each of `sums`, the largest of each of `maxima`, by name."""
-        table = self.gather([*sums.values(), *maxima.values()])  # collective
-        totals = [*table[:, : len(sums)].sum(0), *table[:, len(sums) :].max(0)]
-        return dict(zip([*sums, *maxima], map(float, totals), strict=True))
+    def gather_shards(self, rows: list[np.ndarray] | list[list[float]]) -> np.ndarray:
+        """Gather K numbers of each shard: a row for each of this rank's -> (num_shards, K) float64, in their order."""
+        return self.gather(np.asarray(rows, dtype=np.float64)).reshape(self.num_shards, -1)  # collective
+
+    def reduce(self, sums: list[dict[str, float]], maxima: dict[str, float]) -> dict[str, float]:
+        """One packed collective, by name: `sums`, a dict for each shard here, over all shards; the largest `maxima`."""
+        parts = [x for part in sums for x in part.values()]
+        table = self.gather([*parts, *maxima.values()])  # collective
+        totals = table[:, : len(parts)].reshape(self.num_shards, -1).sum(0), table[:, len(parts) :].max(0)
+        return dict(zip([*sums[0], *maxima], map(float, np.concatenate(totals)), strict=True))

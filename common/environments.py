@@ -9,7 +9,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -27,7 +27,7 @@ SMALLEST = 5_000  # bytes that an environment takes at least
 WORKER_FAULT = "--vectorization async: the process of an environment ended; was it killed?"
 
 
-def environment_seeds(seed: int, domain: int, indices: range) -> np.ndarray:
+def environment_seeds(seed: int, domain: int, indices: Sequence[int]) -> np.ndarray:
     """One seed for each global index, derived from (seed, domain, index), so that runs share no streams."""
     words = [np.random.SeedSequence([seed, domain, i]).generate_state(1)[0] for i in indices]
     return np.array(words, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
@@ -41,13 +41,14 @@ def is_native_atari(env_id: str) -> bool:
 class Environments(VectorWrapper):
     """Environments known by their global indices, with a seed each; what they say is checked before it is used.
 
-    `atari`: they are ALE's own, with observations (4, 84, 84).
+    `atari`: they are ALE's own, with observations (4, 84, 84). `shards`: which rows are each shard's.
     """
 
-    def __init__(self, envs: VectorEnv, domain: int, indices: range, seeds: np.ndarray) -> None:
+    def __init__(self, envs: VectorEnv, domain: int, indices: Sequence[int], seeds: np.ndarray) -> None:
         super().__init__(envs)
         self.name = "environment" if domain == TRAINING else "evaluation episode"
         self.indices, self.seeds, self.steps = indices, seeds, 0
+        self.shards = [slice(0, len(indices))]
         self.atari = type(envs.unwrapped).__name__ == "AtariVectorEnv"
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
@@ -99,25 +100,30 @@ def open_environments(
 ) -> Iterator[tuple[Environments, Environments | None]]:
     """This rank's environments, and one for each evaluation episode that it plays, if any; closed at the end.
 
-    `args` has `env_id` and `num_envs` too. Rank r plays the episodes e with e mod world size = r. Raises `BadInput` as
-    `make_envs` does, and for numbers of environments that do not divide or fit.
+    `args` has `env_id` and `num_envs` too. Shard s plays the episodes e with e mod the number of shards = s. Raises
+    `BadInput` as `make_envs` does, and for numbers of environments that do not divide or fit.
     """
-    require_divisible("--num-envs", args.num_envs, world.world_size, "the number of processes")
-    here = range(args.num_envs)[world.here(args.num_envs)]
-    episodes = range(world.rank, args.eval_episodes if args.eval_every else 0, world.world_size)
+    parts = "--shards" if world.sharded else "the number of processes"
+    require_divisible("--num-envs", args.num_envs, world.num_shards, parts)
+    here = np.split(np.arange(args.num_envs)[world.here(args.num_envs)], len(world.shards))
+    num_episodes = args.eval_episodes if args.eval_every else 0
+    episodes = [np.arange(shard, num_episodes, world.num_shards) for shard in world.shards]
     options = args.vectorization, args.num_threads or world.cores
     with ExitStack() as stack:
         pair = []
         of_training, of_evaluation = ("--num-envs", args.num_envs), ("--eval-episodes", args.eval_episodes)
-        for flag, domain, indices in ((of_training, TRAINING, here), (of_evaluation, EVALUATION, episodes)):
+        for flag, domain, by_shard in ((of_training, TRAINING, here), (of_evaluation, EVALUATION, episodes)):
+            indices, ends = np.concatenate(by_shard), np.cumsum([len(part) for part in by_shard])
             require_memory(*flag, SMALLEST * len(indices), world)
             if len(indices) > 1000 and world.rank == 0:
                 print(f"making {len(indices):,} environments of {args.env_id}", flush=True)  # may take minutes
             pair.append(None)
-            if indices:
+            if len(indices):
                 life = life_loss and domain == TRAINING
                 pair[-1] = make_envs(args.env_id, args.seed, domain, indices, action_spaces, *options, life)
                 stack.callback(close, pair[-1])
+                starts = [0, *ends[:-1]]
+                pair[-1].shards = [slice(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
         yield tuple(pair)
 
 
@@ -125,7 +131,7 @@ def make_envs(
     env_id: str,
     seed: int,
     domain: int,
-    indices: range,
+    indices: Sequence[int],
     action_spaces: tuple[type[gym.Space], ...],
     vectorization: str = "sync",
     num_threads: int = 1,

@@ -9,6 +9,7 @@ import numpy as np
 
 from common.distributed import World
 from common.environments import Environments
+from common.shards import per_shard
 
 MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
 BOUNDARY = 100  # steps of an evaluation
@@ -20,7 +21,8 @@ class EpisodeStatistics:
     A lost life does not end an Atari game: there the frame counter, which falls at real resets only, tells the end.
     """
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, shards: list[slice]) -> None:
+        self.shards, num_envs = shards, shards[-1].stop
         self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
         self.frames = np.zeros(num_envs, dtype=np.int64)
         self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
@@ -38,11 +40,11 @@ class EpisodeStatistics:
             self.returns[dones], self.lengths[dones] = 0.0, 0
         return dones
 
-    def pop(self) -> dict[str, float]:
-        """Sums over the episodes that ended since the last call: their returns, lengths and number."""
+    def pop(self) -> list[dict[str, float]]:
+        """For each shard, sums over its episodes that ended since the last call: their returns, lengths and number."""
         finished, self.finished = self.finished, []
-        returns, lengths = sum(f[0] for f in finished), sum(f[1] for f in finished)
-        return {"return": returns, "length": lengths, "episodes": len(finished)}
+        parts = [[f for f in finished if rows.start <= f[2] < rows.stop] for rows in self.shards]
+        return [{"return": sum(f[0] for f in p), "length": sum(f[1] for f in p), "episodes": len(p)} for p in parts]
 
 
 def episode_row(total: dict[str, float]) -> dict[str, float]:
@@ -57,31 +59,30 @@ def episode_row(total: dict[str, float]) -> dict[str, float]:
 def evaluate(
     act: Callable[[np.ndarray], np.ndarray], envs: Environments | None, episodes: int, world: World
 ) -> dict[str, float]:
-    """Play episode e from its own seed, always the same, on rank e mod world size -> a row of means and seconds.
+    """Play episode e from its own seed, always the same, on the rank that has it -> a row of means and seconds.
 
     Every `BOUNDARY` steps the ranks meet, so that a long evaluation is no hang; a stop request cuts it short, and then
     its row counts for nothing (`world.stop`).
-    `act` maps observations (n, *shape) to actions for `envs`, which hold one environment for each of this rank's
-    episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.
+    `act` maps a shard's observations (n, *shape) to actions for `envs`, which hold one environment for each of this
+    rank's episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.
     """
-    start, n = time.perf_counter(), 0 if envs is None else envs.num_envs
-    results = np.zeros((-(-episodes // world.world_size), 2))  # returns and lengths, as many on every rank
-    playing, statistics = np.ones(n, dtype=bool), EpisodeStatistics(n)
+    start, results = time.perf_counter(), np.zeros((episodes, 2))  # returns and lengths; those of other ranks stay 0
+    playing = np.zeros(0, dtype=bool)
     if envs is not None:
-        obs = envs.start()
+        obs, act = envs.start(), per_shard(act, envs.shards)
+        playing, statistics = np.ones(envs.num_envs, dtype=bool), EpisodeStatistics(envs.shards)
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
             obs, rewards, terminations, truncations, infos = envs.step(act(obs))
             statistics.step(rewards, terminations | truncations, infos)
             for episode_return, length, i in statistics.finished:
                 if playing[i]:  # the first episode of each counts
-                    results[i], playing[i] = (episode_return, length), False
+                    results[envs.indices[i]], playing[i] = (episode_return, length), False
             statistics.finished.clear()
         if step % BOUNDARY == 0 and (not world.gather([playing.sum()]).any() or world.stop):  # collective
             break
     for i in np.flatnonzero(playing):
-        results[i] = statistics.returns[i], statistics.lengths[i]
-    table = world.gather(results).reshape(world.world_size, -1, 2)  # collective
-    returns, lengths = table.transpose(1, 0, 2).reshape(-1, 2)[:episodes].T  # e: rank e mod world_size's row
+        results[envs.indices[i]] = statistics.returns[i], statistics.lengths[i]
+    returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective
     row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean(), "eval/episodes": episodes}
     return row | {"time/eval": time.perf_counter() - start}

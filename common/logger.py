@@ -200,7 +200,7 @@ class Logger:
     def save(self, global_step: int, state: Mapping[str, Any]) -> None:
         """Write model.pt, for `weights_only=True`: `state` but optimisers and generators, the arguments, the step."""
         if self.enabled:
-            model = {"args": dataclasses.asdict(self.args), "global_step": global_step}
+            model = {"args": self.args.experiment(), "global_step": global_step}
             for name, x in state.items():
                 if not isinstance(x, torch.optim.Optimizer | torch.Generator):
                     model[name] = on_cpu(x.state_dict() if hasattr(x, "state_dict") else x.detach())

@@ -15,15 +15,17 @@ class RunningMoments:
         self.shape = shape
         self.count, self.mean, self.m2 = 0.0, np.zeros(shape), np.zeros(shape)
 
-    def part(self, x: np.ndarray) -> np.ndarray:
-        """This rank's part of a batch (n, *shape) -> a vector for `gather`: count, mean, squared deviations."""
-        x = x.reshape(-1, *self.shape).astype(np.float64)
-        mean = x.mean(0)
-        return np.concatenate([[len(x)], mean.ravel(), ((x - mean) ** 2).sum(0).ravel()])
+    def update(self, parts: list[np.ndarray], world: World) -> None:
+        """Add a batch, of which this rank has (n, *shape) of each of its shards, in the order of shards.
 
-    def merge(self, parts: np.ndarray) -> None:
-        """Add the gathered `parts` (world_size, .) in the order of ranks (Chan et al. 1979: no squares cancel)."""
-        for count, *moments in parts:
+        Counts, means and squared deviations are merged (Chan et al. 1979: no squares cancel). Every rank must call.
+        """
+        rows = []
+        for x in parts:
+            x = x.reshape(-1, *self.shape).astype(np.float64)
+            mean = x.mean(0)
+            rows.append(np.concatenate([[len(x)], mean.ravel(), ((x - mean) ** 2).sum(0).ravel()]))
+        for count, *moments in world.gather_shards(rows):  # collective
             mean, m2 = np.reshape(moments, (2, *self.shape))
             total, delta = self.count + count, mean - self.mean
             self.m2 = self.m2 + m2 + delta**2 * self.count * count / total
@@ -60,12 +62,12 @@ def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, car
     return returns
 
 
-def standardized(x: torch.Tensor, world: World) -> torch.Tensor:
-    """Rows (..., local size) -> zero mean and unit variance (N - 1) of each row over all ranks."""
-    wide = x.double()
-    sums = torch.stack([wide.sum(-1), (wide**2).sum(-1)])
-    first, second = world.gather(sums.flatten()).sum(0).reshape(2, *x.shape[:-1], 1)  # collective
-    count = x.shape[-1] * world.world_size
+def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
+    """Rows (..., size), of each shard here -> zero mean and unit variance (N - 1) of each row over all shards."""
+    sums, shape, count = [], parts[0].shape[:-1], parts[0].shape[-1] * world.num_shards
+    for wide in (x.double() for x in parts):
+        sums.append(torch.stack([wide.sum(-1), (wide**2).sum(-1)]).flatten().cpu().numpy())
+    first, second = world.gather_shards(sums).sum(0).reshape(2, *shape, 1)  # collective
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
-    mean, std = (torch.from_numpy(y).to(x) for y in (first / count, std))
-    return (x - mean) / (std + 1e-8)
+    mean, std = (torch.from_numpy(y).to(parts[0]) for y in (first / count, std))
+    return [(x - mean) / (std + 1e-8) for x in parts]

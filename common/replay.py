@@ -3,8 +3,8 @@
 Environment-major: each environment has a ring of `buffer_size // num_envs` places, a rank stores the rings of its
 environments, and the ranks' shards one after another are the single buffer of world size 1, place by place. A place has
 a priority: 0 where it may not be sampled yet, 1 where sampling is uniform. A batch is `batch_size` stratified points
-over the priorities of all ranks laid end to end; each rank serves the points that fall into its part. Uniform one-step
-replay, where every stored place has priority 1, keeps no priorities and needs no collective.
+over the priorities of all shards laid end to end; each shard serves the points that fall into its part. Uniform
+one-step replay, where every stored place has priority 1, keeps no priorities and needs no collective.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and 
 
 @dataclass
 class Batch:
-    """This rank's b of the batch's rows, in the order of the batch; b differs between ranks and may be 0."""
+    """A shard's b of the batch's rows, in the order of the batch; b differs between shards and may be 0."""
 
     places: torch.Tensor  # (b,) their rows in the batch
-    indices: np.ndarray  # (b,) their places in this rank's shard
+    indices: np.ndarray  # (b,) their places in this rank's memory
     weights: torch.Tensor  # (b,) importance weights; 1 where sampling is uniform
     obs: torch.Tensor  # (b, *shape)
     actions: torch.Tensor  # (b,) or (b, d)
@@ -67,7 +67,9 @@ class ReplayBuffer:
         self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
         n, float_dtype = len(self.envs), torch.empty(0).numpy().dtype
         frame = obs_space.shape[1:] if stack > 1 else obs_space.shape
-        blocks = 0 if self.plain else -(-n * self.capacity // BLOCK)
+        self.size = n // len(world.shards)  # environments of a shard
+        self.blocks = 0 if self.plain else -(-self.size * self.capacity // BLOCK)  # of a shard
+        blocks = len(world.shards) * self.blocks
         shapes = {
             "frames": ((n, self.rows, *frame), obs_space.dtype),
             "first": ((n, self.rows), np.dtype(bool)),  # observations that begin an episode
@@ -127,9 +129,9 @@ class ReplayBuffer:
         for age in range(1, min(self.n_step, self.time) + 1):
             waiting = self.envs * self.capacity + (self.time - age) % self.capacity
             if age < self.n_step:
-                waiting = waiting[dones & (self.priorities.ravel()[waiting] == 0.0)]
+                waiting = waiting[dones & (self.priorities.ravel()[self._at(waiting)] == 0.0)]
             else:
-                waiting = waiting[self.priorities.ravel()[waiting] == 0.0]
+                waiting = waiting[self.priorities.ravel()[self._at(waiting)] == 0.0]
             self._set_priorities(waiting, self.new_priority)
 
     def _require_memory_for_final_obs(self) -> None:
@@ -143,41 +145,54 @@ class ReplayBuffer:
                 fault = f"the rest and the last observations of truncated episodes will take {needed:.1f} GB more"
                 raise Fault(f"--buffer-size: {fault}, of which {free:.1f} GB are free; set a smaller one.")
 
-    def _set_priorities(self, indices: np.ndarray, values: np.ndarray | float) -> None:
-        self.priorities.reshape(-1)[indices] = values
-        self.touched.append(indices // BLOCK)
+    def _at(self, indices: np.ndarray) -> np.ndarray:
+        """Where the priorities of places are: each shard's begin with a block of their own."""
+        shards = indices // (self.size * self.capacity)
+        return indices + shards * (self.blocks * BLOCK - self.size * self.capacity)
 
-    def sample(self, batch_size: int, generator: torch.Generator, device: torch.device, beta: float = 1.0) -> Batch:
-        """This rank's part of `batch_size` stratified draws from the buffer of all ranks.
+    def _set_priorities(self, indices: np.ndarray, values: np.ndarray | float) -> None:
+        at = self._at(indices)
+        self.priorities.reshape(-1)[at] = values
+        self.touched.append(at // BLOCK)
+
+    def sample(
+        self, batch_size: int, generator: torch.Generator, device: torch.device, beta: float = 1.0
+    ) -> list[Batch]:
+        """The parts of this rank's shards in `batch_size` stratified draws from the buffer of all ranks.
 
         Weights are (count p / sum p)^-beta over the largest such weight in the buffer. Every rank must call.
         """
-        filled, smallest = min(self.time, self.capacity), 1.0
+        filled, smallest, block_ends = min(self.time, self.capacity), 1.0, None
         if self.plain:
-            masses = np.full(self.world.world_size, float(filled * len(self.envs)))
+            masses = np.full(self.world.num_shards, float(filled * self.size))
         else:
             self._sum_blocks()
-            block_ends = self.block_sums.cumsum()
-            table = self.world.gather([block_ends[-1], self.block_minima.min(), self.largest])  # collective
+            block_ends = [sums.cumsum() for sums in self.block_sums.reshape(-1, self.blocks)]  # of each shard
+            rows = [[ends[-1], self.block_minima.min(), self.largest] for ends in block_ends]
+            table = self.world.gather_shards(rows)  # collective
             masses, smallest, self.new_priority = table[:, 0], table[:, 1].min(), table[:, 2].max()
-        rank_ends = masses.cumsum()
+        shard_ends = masses.cumsum()
         draws = torch.rand(batch_size, generator=generator, dtype=torch.float64).numpy()
-        points = (np.arange(batch_size) + draws) * (rank_ends[-1] / batch_size)  # ascending
-        points = np.minimum(points, np.nextafter(rank_ends[-1], 0))
-        start = rank_ends[self.world.rank] - masses[self.world.rank]
-        first = np.searchsorted(points, rank_ends[self.world.rank - 1]) if self.world.rank else 0
-        behind = np.searchsorted(points, rank_ends[self.world.rank])
-        targets = points[first:behind] - start
+        points = (np.arange(batch_size) + draws) * (shard_ends[-1] / batch_size)  # ascending
+        points = np.minimum(points, np.nextafter(shard_ends[-1], 0))
 
-        if self.plain:
-            targets = np.minimum(targets.clip(0.0), masses[0] - 1.0)
-            env, place = np.divmod(targets.astype(np.int64), filled)
-            indices, weights = env * self.capacity + place, np.ones(len(env))
-        else:
-            indices = self._find(targets, block_ends)
-            env, place = np.divmod(indices, self.capacity)
-            weights = (self.priorities.reshape(-1)[indices] / smallest) ** -beta
+        batches = []
+        for local, shard in enumerate(self.world.shards):
+            first = np.searchsorted(points, shard_ends[shard - 1]) if shard else 0
+            behind = np.searchsorted(points, shard_ends[shard])
+            targets = points[first:behind] - (shard_ends[shard] - masses[shard])
+            if self.plain:
+                targets = np.minimum(targets.clip(0.0), masses[0] - 1.0)
+                env, place = np.divmod(targets.astype(np.int64), filled)
+                indices, weights = (local * self.size + env) * self.capacity + place, np.ones(len(env))
+            else:
+                indices = self._find(targets, local, block_ends[local])
+                weights = (self.priorities.reshape(-1)[self._at(indices)] / smallest) ** -beta
+            batches.append(self._batch(np.arange(first, behind), indices, weights, device))
+        return batches
 
+    def _batch(self, rows: np.ndarray, indices: np.ndarray, weights: np.ndarray, device: torch.device) -> Batch:
+        env, place = np.divmod(indices, self.capacity)
         # n-step returns, which stop at an end
         time = self.time - 1 - (self.time - 1 - place) % self.capacity
         at, last, rewards = indices, time, self.rewards.take(indices).astype(np.float64)
@@ -198,7 +213,7 @@ class ReplayBuffer:
 
         obs, actions = torch.from_numpy(self._observations(env, time)), torch.from_numpy(self.actions[env, place])
         return Batch(
-            torch.arange(first, behind),
+            torch.from_numpy(rows),
             indices,
             tensor(weights),
             obs.to(device),
@@ -217,14 +232,15 @@ class ReplayBuffer:
             minima = parts.min(1)
             self.block_minima[blocks] = minima if minima.all() else np.where(parts > 0, parts, np.inf).min(1)
 
-    def _find(self, targets: np.ndarray, block_ends: np.ndarray) -> np.ndarray:
-        """The places where the running sum of this rank's priorities passes `targets` (b,); roundings stay inside."""
+    def _find(self, targets: np.ndarray, shard: int, block_ends: np.ndarray) -> np.ndarray:
+        """The places where the running sum of a shard's priorities passes `targets` (b,); roundings stay inside."""
         targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
         blocks = np.searchsorted(block_ends, targets, side="right")
-        groups = self.priorities[blocks].reshape(-1, BLOCK // GROUP, GROUP)
-        group, targets = descend(groups @ np.ones(GROUP), targets - (block_ends[blocks] - self.block_sums[blocks]))
+        at = shard * self.blocks + blocks
+        groups = self.priorities[at].reshape(-1, BLOCK // GROUP, GROUP)
+        group, targets = descend(groups @ np.ones(GROUP), targets - (block_ends[blocks] - self.block_sums[at]))
         place, _ = descend(groups[np.arange(len(blocks)), group], targets)
-        return blocks * BLOCK + group * GROUP + place
+        return shard * self.size * self.capacity + blocks * BLOCK + group * GROUP + place
 
     def _observations(self, env: np.ndarray, time: np.ndarray) -> np.ndarray:
         """Observations of environments `env` (b,) at vector steps `time` (b,) -> (b, *shape), a copy."""

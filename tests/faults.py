@@ -55,6 +55,8 @@ REFUSED_FLAGS = [  # script, flags, what is said
     ("ppo", "--timeout 1e10", "--timeout 10000000000.0: must be a number above 0, at most 1e6"),
     ("ppo", "--total-timesteps 100", "--total-timesteps 100: must be at least one iteration"),
     ("ppo", "--num-envs 1 --num-steps 16 --num-minibatches 16", "--norm-adv minibatch: must be none"),
+    ("ppo", "--shards 3", "--shards 3: must be a power of two, such as 2 or 4"),
+    ("ppo", "--shards 8", "--num-envs 4: must be a multiple of --shards (8), such as 8"),
     ("ppo", "--stop-at-return 100 --eval-every 0", "--eval-every 0: must be at least 1 with --stop-at-return"),
     ("ppo", f"--num-steps 1000000000 {HUGE}", "--num-steps 1000000000: needs"),
     ("ppo", f"--num-envs 1000000000 --num-steps 4 {HUGE}", "--num-envs 1000000000: "),

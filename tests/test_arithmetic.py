@@ -71,6 +71,9 @@ def test_a_truncated_step_is_worth_what_follows_it(module, tmp_path, monkeypatch
     assert set(ends) == {(False, False), (False, True), (True, False), (True, True)}
 
 
+SHARDS = SimpleNamespace(gather_shards=np.asarray)  # a process that holds all
+
+
 class FixedAgent(nn.Module):
     """Gives chosen log-probabilities, entropies and values."""
 
@@ -93,7 +96,7 @@ def test_clipped_losses_by_hand(module, float64):
         (False, 0.5 * (1.0 + 3.61) / 2),
     ):
         args = SimpleNamespace(clip_coef=0.2, clip_vloss=clip_vloss, ent_coef=0.1, vf_coef=0.5)
-        loss, parts = module.PPOLoss(agent, args)(zeros, zeros, zeros, advantages, threes, ones)
+        loss, parts = module.PPOLoss(agent, args)(zeros, zeros, zeros, ones, threes, advantages)
         pg_loss = -(1.2 - 2.0 + 0.5 - 0.8) / 4  # min(2, 1.2), min(-2, -1.2), min(0.5, 0.8), min(-0.5, -0.8)
         assert parts[0].item() == pytest.approx(pg_loss, rel=1e-12)
         assert parts[1].item() == pytest.approx(v_loss, rel=1e-12)
@@ -141,8 +144,9 @@ def test_sampling_inverts_the_distribution():
 def test_minibatches_hold_as_many_steps_of_every_environment():
     """And a rank's are the same steps of the same environments as at world size 1."""
 
-    def draw(here):
-        return ppo_ddp.minibatch_inds(torch.Generator().manual_seed(5), 2, 4, 8, 6, here)
+    def draw(here, num_shards=1):
+        world = SimpleNamespace(here=lambda num_envs: here, shards=range(num_shards))
+        return ppo_ddp.minibatch_inds(torch.Generator().manual_seed(5), 2, 4, 8, 6, world).squeeze(0)
 
     whole = draw(slice(0, 6))
     assert whole.shape == (2, 4, 12)
@@ -162,7 +166,7 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
     moments, seen = RunningMoments((3,)), []
     for size in (5, 50, 7):
         parts = [rng.normal(1e4, 0.1, (size, 3)), rng.normal(1e4 + 1, 2.0, (2 * size, 3))]
-        moments.merge(np.stack([moments.part(part) for part in parts]))
+        moments.update(parts, SHARDS)
         seen += parts
         whole = np.concatenate(seen)
         np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-12)
@@ -180,7 +184,7 @@ def test_moments_far_from_zero_are_the_same_however_split(offset, spread):
     stds = []
     for size in (1, 2, 4):
         moments = RunningMoments((1,))
-        moments.merge(np.stack([moments.part(part) for part in np.split(x, size)]))
+        moments.update(np.split(x, size), SHARDS)
         stds.append(moments.std[0])
     assert stds == pytest.approx([np.sqrt(x.var() + 1e-8)] * 3, rel=1e-9)
 
@@ -215,7 +219,7 @@ def test_advantages_are_normalised_with_n_minus_1(float64):
     world = World(cuda=False)
     with world.process_group(60):
         rows = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
-        normalized = standardized(rows, world)
+        (normalized,) = standardized([rows], world)
     torch.testing.assert_close(normalized[0], (rows[0] - 3) / (math.sqrt(14 / 3) + 1e-8), rtol=1e-12, atol=0)
     assert normalized[1].tolist() == [0.0] * 4
 
@@ -256,7 +260,7 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
     met.clear()
     world.gather = lambda values: met.append(np.size(values)) or np.ones((21, np.size(values)))
     evaluate(None, None, 20, world)
-    assert met == [1, 2]
+    assert met == [1, 40]
     envs.close()
 
 
@@ -315,7 +319,7 @@ def test_minatar_evaluations_repeat_at_any_world_size():
             played = np.zeros(20)
             for world, envs in zip(worlds, every, strict=True):
                 evaluate(act, envs, 20, world)
-                played[world.rank :: world_size] = world.played @ (1, 1000)
+                played += world.played @ (1, 1000)
             results.append(played.tolist())
         for envs in every:
             envs.close()
@@ -328,7 +332,7 @@ def test_atari_returns_are_whole_unclipped_games():
     for flag in (True, False):
         envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=flag)
         envs.start()
-        statistics, rng, ends[flag] = EpisodeStatistics(2), np.random.default_rng(0), 0
+        statistics, rng, ends[flag] = EpisodeStatistics(envs.shards), np.random.default_rng(0), 0
         for _ in range(700):
             _, rewards, terminations, truncations, infos = envs.step(rng.integers(0, 4, 2))
             statistics.step(rewards, terminations | truncations, infos)

@@ -21,13 +21,14 @@ class FakeWorld:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.local_world_size, self.table = rank, world_size, 1, None
+        self.num_shards, self.shards = world_size, range(rank, rank + 1)
 
     def here(self, num: int) -> slice:
         return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
 
-    def gather(self, values):
+    def gather_shards(self, rows):
         if self.table is None:
-            raise Waiting(np.array(values, dtype=np.float64))
+            raise Waiting(np.array(rows, dtype=np.float64))
         return self.table
 
 
@@ -51,10 +52,10 @@ def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: fl
         try:
             buffer.sample(batch_size, torch.Generator().manual_seed(seed), CPU, beta)
         except Waiting as waiting:
-            rows.append(waiting.args[0])
+            rows += [*waiting.args[0]]
     for buffer in buffers:
         buffer.world.table = np.array(rows)
-    return [buffer.sample(batch_size, torch.Generator().manual_seed(seed), CPU, beta) for buffer in buffers]
+    return [x for buffer in buffers for x in buffer.sample(batch_size, torch.Generator().manual_seed(seed), CPU, beta)]
 
 
 def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.1) -> None:
@@ -149,7 +150,7 @@ def test_stacks_are_those_of_the_real_atari_environment():
     envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=True)
     space, rng = envs.single_observation_space, np.random.default_rng(0)
     buffer = ReplayBuffer(240, 2, FakeWorld(0, 1), space, (), np.int64, stack=4)
-    obs, statistics, seen = envs.start(), EpisodeStatistics(2), []
+    obs, statistics, seen = envs.start(), EpisodeStatistics(envs.shards), []
     buffer.start(obs)
     lives, games = 0, 0
     for _ in range(700):

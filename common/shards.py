@@ -1,0 +1,75 @@
+"""Shards: the parts of an experiment whose arithmetic is the same on any number of processes.
+
+Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them; a
+process holds neighbouring shards. What rounds differently in another shape is computed for each shard alone, and what
+is summed over shards is summed in one order: gradients along a binary tree (here), all else as a table of N rows
+(`World.gather_shards`). Without `--shards` each process is one shard, and gradients are DDP's own means.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.distributed import World
+
+# no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
+
+
+def per_shard(function: Callable[..., np.ndarray], shards: list[slice]) -> Callable[..., np.ndarray]:
+    """`function` of arrays (n, ...), called for the rows of each shard alone -> what it gave, one after another."""
+    if len(shards) == 1:
+        return function
+    return lambda *inputs: np.concatenate([function(*(x[rows] for x in inputs)) for rows in shards])
+
+
+def average_over_shards(loss: nn.Module, world: World) -> None:
+    """With `--shards`, let DDP make the gradients of a wrapped `loss` means over all shards; otherwise over processes.
+
+    Each shard of this process has a backward of its own, with gradients zeroed before it; after the last, gradients are
+    the means, before, nothing. They are added along a binary tree over the shards' numbers, whose upper levels are
+    exchanges between two processes: a + b and b + a are the same bits.
+    """
+    if not world.sharded:
+        return
+    kept: dict[nn.Parameter, list[torch.Tensor]] = {}  # by parameter, because DDP lays its buckets out anew
+
+    def hook(_, bucket):
+        buffer, future = bucket.buffer(), torch.futures.Future()
+        gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))  # views of the buffer
+        before = {parameter: kept.setdefault(parameter, []) for parameter in gradients}
+        if any(len(parts) < len(world.shards) - 1 for parts in before.values()):
+            for parameter, gradient in gradients.items():
+                before[parameter].append(gradient.clone())
+        else:
+            for parameter, gradient in gradients.items():
+                gradient.copy_(tree_sum([*before[parameter], gradient]))
+                before[parameter].clear()
+            distance = 1
+            while distance < world.world_size:
+                buffer += exchange(buffer, world.rank ^ distance, world)
+                distance *= 2
+            buffer /= world.num_shards
+        future.set_result(buffer)
+        return future
+
+    loss.register_comm_hook(None, hook)
+
+
+def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of 2^n tensors: of neighbours, then of neighbouring sums."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def exchange(own: torch.Tensor, rank: int, world: World) -> torch.Tensor:
+    """Give `rank` this tensor for its own, of the same shape. Gloo takes only the CPU's."""
+    sent = own if world.nccl else own.cpu()
+    received = torch.empty_like(sent)
+    pair = dist.P2POp(dist.isend, sent, rank), dist.P2POp(dist.irecv, received, rank)
+    for work in dist.batch_isend_irecv(list(pair)):  # collective
+        work.wait()
+    return received.to(own.device)

@@ -1,0 +1,122 @@
+"""`--shards`: the same bytes, in float32, at any number of processes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import ppo_ddp
+from common.launch import BadInput
+from common.shards import per_shard, tree_sum
+from runs import run
+
+PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 8192 --eval-every 4000"
+PPO += " --eval-episodes 6"
+PPG = f"{PPO} --n-pi 4"
+DQN = "--num-envs 8 --total-timesteps 4000 --learning-starts 1000 --buffer-size 2000 --eval-every 2000"
+DQN += " --eval-episodes 6"
+SAC = "--num-envs 4 --total-timesteps 1200 --learning-starts 800 --buffer-size 1000 --eval-every 600 --eval-episodes 3"
+MINATAR = "--env-id MinAtar/Breakout-v1 --num-envs 4 --eval-every 512 --eval-episodes 3"
+PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
+CASES = {
+    "ppo": ("ppo_ddp.py", 8, f"{PPO} --norm-obs --target-kl 0.0002", (1, 2, 4)),
+    "ppo box, batch": ("ppo_ddp.py", 2, f"{PPO} --env-id Pendulum-v1 --norm-adv batch --norm-obs", (1, 2)),
+    "ppo none": ("ppo_ddp.py", 4, f"{PPO} --norm-adv none --no-norm-reward", (1, 2)),
+    "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 2048 --compile", (1, 2)),
+    "ppo minatar": ("ppo_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
+    "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 16 --total-timesteps 256", (1, 2)),
+    "ppg": ("ppg_ddp.py", 4, PPG, (1, 2, 4)),
+    "ppg box": ("ppg_ddp.py", 2, f"{PPG} --env-id Pendulum-v1", (1, 2)),
+    "ppg minatar": ("ppg_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024 --n-pi 4", (1, 2)),
+    "dqn": ("dqn_ddp.py", 4, DQN, (1, 2, 4)),
+    "dqn prioritized": ("dqn_ddp.py", 4, f"{DQN} --prioritized --n-step 3 --double-q --dueling", (1, 2)),
+    "dqn minatar": ("dqn_ddp.py", 2, f"{MINATAR} --total-timesteps 1200 --learning-starts 800 --prioritized", (1, 2)),
+    "dqn pong": (
+        *("dqn_ddp.py", 2),
+        f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200",
+        (1, 2),
+    ),
+    "sac": ("sac_ddp.py", 4, SAC, (1, 2, 4)),
+    "sac prioritized": ("sac_ddp.py", 2, f"{SAC} --prioritized --policy-frequency 3", (1, 2)),
+}
+LONG = {
+    "ppo": ("ppo_ddp.py", 4, "--num-envs 8 --total-timesteps 200000", (1, 2, 4)),
+    "sac": ("sac_ddp.py", 4, "--total-timesteps 20000", (1, 2, 4)),
+}
+
+
+def same_bytes(script, shards, flags, sizes, tmp_path):
+    runs = [run(script, n, f"{flags} --shards {shards} --save-model", tmp_path / str(n), "float32") for n in sizes]
+    for other in runs[1:]:
+        assert other.rows == runs[0].rows and len(other.rows) >= 2
+        models = [flat(x.model) for x in (runs[0], other)]
+        assert models[0].keys() == models[1].keys()
+        for name, x in models[0].items():
+            assert x.equal(models[1][name]) if isinstance(x, torch.Tensor) else x == models[1][name], name
+    return runs[0]
+
+
+def flat(tree: dict, prefix: str = "") -> dict:
+    found = {}
+    for name, x in tree.items():
+        found |= flat(x, f"{prefix}{name}.") if isinstance(x, dict) else {prefix + name: x}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
+    first = same_bytes(*CASES[case], tmp_path)
+    if case == "ppo":
+        assert 1 < len(set(first.column("losses/epochs"))), "no early stop"
+        assert max(first.column("charts/episodic_length")) == 30.0, "no iteration had only truncated episodes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG)
+def test_the_same_bytes_to_the_end_of_a_long_run(case, tmp_path):
+    same_bytes(*LONG[case], tmp_path)
+
+
+def test_the_number_of_shards_is_part_of_the_experiment(tmp_path):
+    """--shards 1 and 4 sum in other orders; without, one process is one shard."""
+    settings = ("", "--shards 1", "--shards 4")
+    rows = [run("ppo_ddp.py", 1, f"{PPO} {x}", tmp_path / str(i), "float32").rows for i, x in enumerate(settings)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+@pytest.mark.parametrize(
+    "shards, said",
+    [
+        (3, "--shards 3: must be a power of two, such as 2 or 4"),
+        (0, "--shards 0: must be an integer of at least 1"),
+        (16, "--num-envs 8: must be a multiple of --shards (16), such as 16"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(shards, said, tmp_path):
+    with pytest.raises(BadInput, match=f"^{said}".replace("(", r"\(").replace(")", r"\)")):
+        ppo_ddp.main(ppo_ddp.Args(num_envs=8, shards=shards, cuda=False, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "world_size, shards, said",
+    [(4, 2, "a multiple of the number of processes .4., such as 4"), (3, 4, "left out on 3 processes")],
+)
+def test_shards_that_do_not_fit_the_processes_are_refused(world_size, shards, said, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(BadInput, match=f"^--shards {shards}: must be {said}"):
+        ppo_ddp.World(False, shards)
+
+
+def test_sums_are_those_of_a_tree():
+    parts = [torch.tensor(x) for x in (1.0, 1e8, -1e8, 1.0)]
+    assert tree_sum(parts).item() == (np.float32(1) + np.float32(1e8)) + (np.float32(-1e8) + np.float32(1))
+    assert math.isclose(sum(float(x) for x in parts), 2.0)
+
+
+def test_a_function_sees_one_shard_at_a_time():
+    seen = []
+    function = per_shard(lambda x, y: seen.append(len(x)) or x + y, [slice(0, 2), slice(2, 3)])
+    assert function(np.arange(3), np.ones(3)).tolist() == [1, 2, 3] and seen == [2, 1]
