@@ -11,19 +11,19 @@ from common.launch import BadInput
 from common.shards import per_shard, tree_sum
 from runs import run
 
-PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 8192 --eval-every 4000"
+PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 4096 --eval-every 2000"
 PPO += " --eval-episodes 6"
 PPG = f"{PPO} --n-pi 4"
-DQN = "--num-envs 8 --total-timesteps 4000 --learning-starts 1000 --buffer-size 2000 --eval-every 2000"
+DQN = "--num-envs 8 --total-timesteps 2400 --learning-starts 1000 --buffer-size 1600 --eval-every 1200"
 DQN += " --eval-episodes 6"
-SAC = "--num-envs 4 --total-timesteps 1200 --learning-starts 800 --buffer-size 1000 --eval-every 600 --eval-episodes 3"
+SAC = "--num-envs 4 --total-timesteps 960 --learning-starts 800 --buffer-size 900 --eval-every 480 --eval-episodes 3"
 MINATAR = "--env-id MinAtar/Breakout-v1 --num-envs 4 --eval-every 512 --eval-episodes 3"
 PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
 CASES = {
     "ppo": ("ppo_ddp.py", 8, f"{PPO} --norm-obs --target-kl 0.0002", (1, 2, 4)),
     "ppo box, batch": ("ppo_ddp.py", 2, f"{PPO} --env-id Pendulum-v1 --norm-adv batch --norm-obs", (1, 2)),
     "ppo none": ("ppo_ddp.py", 4, f"{PPO} --norm-adv none --no-norm-reward", (1, 2)),
-    "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 2048 --compile", (1, 2)),
+    "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 1024 --compile", (1, 2)),
     "ppo minatar": ("ppo_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
     "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 16 --total-timesteps 256", (1, 2)),
     "ppg": ("ppg_ddp.py", 4, PPG, (1, 2, 4)),
