@@ -286,7 +286,7 @@ def train(
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
-    average_over_shards(ddp_loss, world)
+    average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
     # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "generator": generator}

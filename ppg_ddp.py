@@ -422,7 +422,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     # two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
     options = {"gradient_as_bucket_view": True}
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
-    average_over_shards(ddp_loss, world)
+    average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
     ddp_aux_loss = DDP(aux_loss_fn, **options) if world.wraps else aux_loss_fn  # collective
     average_over_shards(ddp_aux_loss, world)
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()

@@ -356,7 +356,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
-    average_over_shards(ddp_loss, world)
+    average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
     # equal on all ranks at all times: checked, and saved (but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}

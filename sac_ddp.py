@@ -159,7 +159,7 @@ class Actor(nn.Module):
 class Critics(nn.Module):
     """Observations (B, size) and actions (B, d) -> the values of both critics, (2, B).
 
-    The weights of both are stacked, (2, in, out): no slower than two networks, and what the recorded curves are of.
+    The weights of both are stacked, (2, in, out): not for speed, but because the recorded curves are of these bits.
     """
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
@@ -309,7 +309,7 @@ def train(
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.wraps else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.wraps else actor_loss_fn  # collective
-    average_over_shards(ddp_critic_loss, world)
+    average_over_shards(ddp_critic_loss, world)  # with --shards; without, DDP's own mean over processes
     average_over_shards(ddp_actor_loss, world)
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
     # equal on all ranks at all times: checked, and saved (but optimisers and generators)

@@ -14,9 +14,9 @@ from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 
 @dataclass
 class RunArgs:
-    """Flags of every script: where and how it runs and is watched. But `seed`, none is to change what is learned.
+    """Flags of every script: where and how it runs and is watched. Of these, `seed` alone is to change what is learned.
 
-    (Roundings aside, and environments that draw from `random`; `stop_at_return` ends it.)
+    (Roundings aside, which `shards` orders, and environments that draw from `random`; `stop_at_return` ends it.)
     """
 
     seed: Seed = 1

@@ -27,9 +27,9 @@ class Logger:
     """Writes `config.json` and `metrics.csv`, prints progress, and sends the same rows to wandb if `args.track`.
 
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
-    `global_step`. Raises `BadInput` for a directory
-    that holds a run or cannot be written (--run-dir), and where wandb is missing or not logged in (--track); later
-    `Fault`, with the path, where something cannot be written. A run that fails before its first row leaves nothing.
+    `global_step`. Raises `BadInput` for a directory that holds a run or cannot be written (--run-dir), and where wandb
+    is missing or not logged in (--track); later `Fault`, with the path, where something cannot be written. A run that
+    fails before its first row leaves nothing.
     """
 
     def __init__(self, args: RunArgs, file: str, columns: tuple[str, ...], world: World) -> None:
