@@ -105,16 +105,18 @@ def open_environments(
     """
     parts = "--shards" if world.sharded else "the number of processes"
     require_divisible("--num-envs", args.num_envs, world.num_shards, parts)
-    here = np.split(np.arange(args.num_envs)[world.here(args.num_envs)], len(world.shards))
+    size = args.num_envs // world.num_shards
+    here = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     num_episodes = args.eval_episodes if args.eval_every else 0
-    episodes = [np.arange(shard, num_episodes, world.num_shards) for shard in world.shards]
+    episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards]
     options = args.vectorization, args.num_threads or world.cores
     with ExitStack() as stack:
         pair = []
         of_training, of_evaluation = ("--num-envs", args.num_envs), ("--eval-episodes", args.eval_episodes)
         for flag, domain, by_shard in ((of_training, TRAINING, here), (of_evaluation, EVALUATION, episodes)):
-            indices, ends = np.concatenate(by_shard), np.cumsum([len(part) for part in by_shard])
-            require_memory(*flag, SMALLEST * len(indices), world)
+            ends = np.cumsum([len(part) for part in by_shard])
+            require_memory(*flag, SMALLEST * ends[-1], world)
+            indices = np.concatenate([np.array(part, int) for part in by_shard])
             if len(indices) > 1000 and world.rank == 0:
                 print(f"making {len(indices):,} environments of {args.env_id}", flush=True)  # may take minutes
             pair.append(None)
