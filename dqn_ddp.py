@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible
+from common.checkpoint import Checkpoints
 from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
@@ -288,7 +289,7 @@ def train(
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
     average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
-    # equal on all ranks at all times: checked, and saved (but optimisers and generators)
+    # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "generator": generator}
 
     def network_q(obs: np.ndarray) -> np.ndarray:
@@ -300,21 +301,22 @@ def train(
         """Greedy actions for evaluation."""
         return network_q(obs).argmax(-1) + action_space.start
 
-    obs = envs.start()
-    rb.start(obs)
-    episodes = EpisodeStatistics(shards)
-    q_values = checked(q_network.numpy_q, network_q, obs, thorough=True)  # what acts
+    checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     loss_sums = torch.zeros(len(shards), len(LOSSES), dtype=torch.float64, device=device)
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     num_updates, update_time, row_start = 0, 0.0, time.perf_counter()
 
-    for global_step in range(args.num_envs, budget + 1, args.num_envs):
+    for global_step in range(checkpoints.global_step + args.num_envs, budget + 1, args.num_envs):
         before = global_step - args.num_envs
+        if restart:  # at the start, and after each checkpoint
+            obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
+            rb.start(obs)
+            q_values = checked(q_network.numpy_q, network_q, obs, thorough=True)  # what acts
 
         # collect: all environments' noise is drawn on every rank, for many steps at once, and each takes its own
         epsilon = linear_schedule(args.start_e, args.end_e, before / max(1.0, args.exploration_fraction * budget))
-        if before % (NOISE_STEPS * args.num_envs) == 0:
+        if restart or before % (NOISE_STEPS * args.num_envs) == 0:
             noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
         explore, choice = noise[before // args.num_envs % NOISE_STEPS]
         actions, greedy = (choice * num_actions).astype(np.int64), explore >= epsilon
@@ -356,7 +358,8 @@ def train(
 
         # metrics: sums and counts of all ranks, divided once
         last = global_step == budget or world.stop
-        if crossed(args.log_every, before, global_step) or last:
+        restart = not last and crossed(args.checkpoint_every, before, global_step)
+        if crossed(args.log_every, before, global_step) or restart or last:
             parts = zip(episodes.pop(), loss_sums.tolist(), strict=True)
             sums = [part | dict(zip(LOSSES, losses, strict=True)) for part, losses in parts]
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
@@ -382,9 +385,14 @@ def train(
             row_start += row["time/eval"]  # evaluation is not rollout
             if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
                 break
+        if restart:
+            rb.cut(obs)  # collective
+            checkpoints.write(global_step)  # collective
+            row_start = time.perf_counter()
 
     if args.save_model:
         logger.save(global_step, state)
+    checkpoints.finish()
 
 
 if __name__ == "__main__":

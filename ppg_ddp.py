@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible, require_divisor
+from common.checkpoint import Checkpoints
 from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
@@ -426,7 +427,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     ddp_aux_loss = DDP(aux_loss_fn, **options) if world.wraps else aux_loss_fn  # collective
     average_over_shards(ddp_aux_loss, world)
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
-    # equal on all ranks at all times: checked, and saved (but optimisers and generators)
+    # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}
     state |= {"aux_critic": aux_critic, "aux_optimizer": aux_optimizer}
     state |= {"obs_moments": obs_moments, "return_moments": return_moments}
@@ -466,16 +467,18 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         """Greedy actions for evaluation."""
         return env_actions(agent.mode(network_policy(normalized(raw))))
 
-    next_obs = envs.start()
-    episodes = EpisodeStatistics(shards)
-    return_carry = np.zeros(local_num_envs)  # running discounted returns, moved in place
+    checkpoints, restart = Checkpoints(args, world, logger, state), True  # collective
     logger.start(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
 
-    for iteration in range(1, num_iterations + 1):
+    for iteration in range(checkpoints.global_step // batch_size + 1, num_iterations + 1):
         global_step = iteration * batch_size
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         optimizer.param_groups[0]["lr"] = fraction * args.learning_rate
         aux_optimizer.param_groups[0]["lr"] = fraction * args.aux_learning_rate
+
+        if restart:  # at the start, and after each checkpoint
+            next_obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
+            return_carry = np.zeros(local_num_envs)  # running discounted returns, moved in place
 
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()
@@ -483,7 +486,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
         final_obs = {}  # of truncated episodes, by step and environment
         if not image:  # what acts on vectors in the networks' place; first tried with other parameters too
-            policy = checked(agent.numpy_policy, network_policy, normalized(next_obs), thorough=iteration == 1)
+            policy = checked(agent.numpy_policy, network_policy, normalized(next_obs), thorough=restart)
             policy = per_shard(policy, shards)
         with torch.inference_mode():
             for step in range(args.num_steps):
@@ -634,9 +637,15 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
             logger.log(global_step, row)
             if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
                 break
+        phase = args.n_pi if args.aux_epochs else 1  # checkpoints stand at the ends of phases
+        whole = iteration % phase == 0 and iteration < num_iterations
+        restart = whole and crossed(args.checkpoint_every, global_step - phase * batch_size, global_step)
+        if restart:
+            checkpoints.write(global_step)  # collective
 
     if args.save_model:
         logger.save(global_step, state)
+    checkpoints.finish()
 
 
 if __name__ == "__main__":

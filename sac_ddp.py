@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible
+from common.checkpoint import Checkpoints
 from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
@@ -312,7 +313,7 @@ def train(
     average_over_shards(ddp_critic_loss, world)  # with --shards; without, DDP's own mean over processes
     average_over_shards(ddp_actor_loss, world)
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
-    # equal on all ranks at all times: checked, and saved (but optimisers and generators)
+    # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"actor": actor, "critics": critics, "critics_target": critics_target, "log_alpha": log_alpha}
     state |= {"q_optimizer": q_optimizer, "actor_optimizer": actor_optimizer, "generator": generator}
 
@@ -330,19 +331,20 @@ def train(
         """The actions of the means, for evaluation."""
         return as_taken(policy(obs, np.zeros((len(obs), d), ones.dtype)))
 
-    obs = envs.start()
-    rb.start(obs)
-    episodes = EpisodeStatistics(shards)
+    checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
     ones = np.ones((envs.num_envs, d), torch.empty(0).numpy().dtype)
-    policy = checked(actor.numpy_policy, network_policy, obs, ones, thorough=True)  # what acts
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     critic_sums = torch.zeros(len(shards), len(CRITIC_LOSSES), dtype=torch.float64, device=device)
     actor_sums = torch.zeros(len(shards), len(ACTOR_LOSSES), dtype=torch.float64, device=device)
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
 
-    for global_step in range(args.num_envs, budget + 1, args.num_envs):
+    for global_step in range(checkpoints.global_step + args.num_envs, budget + 1, args.num_envs):
         before = global_step - args.num_envs
+        if restart:  # at the start, and after each checkpoint
+            obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
+            rb.start(obs)
+            policy = checked(actor.numpy_policy, network_policy, obs, ones, thorough=True)  # what acts
 
         # collect: all environments' noise is drawn on every rank, each takes its own
         if before < args.learning_starts:
@@ -397,7 +399,8 @@ def train(
 
         # metrics: sums and counts of all ranks, divided once
         last = global_step == budget or world.stop
-        if crossed(args.log_every, before, global_step) or last:
+        restart = not last and crossed(args.checkpoint_every, before, global_step)
+        if crossed(args.log_every, before, global_step) or restart or last:
             losses, names = torch.cat([critic_sums, actor_sums], 1).tolist(), (*CRITIC_LOSSES, *ACTOR_LOSSES)
             sums = [part | dict(zip(names, x, strict=True)) for part, x in zip(episodes.pop(), losses, strict=True)]
             times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
@@ -426,9 +429,14 @@ def train(
             row_start += row["time/eval"]  # evaluation is not rollout
             if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
                 break
+        if restart:
+            rb.cut(obs)  # collective
+            checkpoints.write(global_step)  # collective
+            row_start = time.perf_counter()
 
     if args.save_model:
         logger.save(global_step, state | {"action_scale": actor.scale, "action_bias": actor.bias})
+    checkpoints.finish()
 
 
 if __name__ == "__main__":

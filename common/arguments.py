@@ -11,6 +11,10 @@ from typing import Any, Literal, get_args, get_type_hints
 from common.launch import BadInput
 from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 
+# flags that a run may change on its way: they change no number and no row (--cuda: roundings, of which it is told)
+FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "cuda", "save_model", "timeout"}
+FREE |= {"check_sync_every"}
+
 
 @dataclass
 class RunArgs:
@@ -23,6 +27,11 @@ class RunArgs:
     """seed of everything random, from 0 to 2**32 - 1"""
     shards: Count | None = None
     """a power of two, 8 say: the same bytes on 1, 2, 4 and 8 processes; part of the experiment, as the seed is"""
+    checkpoint_every: Period = 0
+    """write a checkpoint at each multiple of so many transitions (all ranks), and start all episodes anew: many
+    episodes, as it is part of the experiment, as the seed is; 0: never"""
+    resume: bool = False
+    """go on with the run in --run-dir from its newest checkpoint; start it if it is not there"""
     run_dir: str | None = None
     """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
     track: bool = False
@@ -52,7 +61,7 @@ class RunArgs:
 
     def experiment(self) -> dict[str, Any]:
         """The flags on which numbers depend: neither where it runs nor how it is watched."""
-        elsewhere = {field.name for field in dataclasses.fields(RunArgs)} - {"seed", "shards"}
+        elsewhere = {field.name for field in dataclasses.fields(RunArgs)} - {"seed", "shards", "checkpoint_every"}
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in elsewhere}
 
     def __post_init__(self) -> None:
@@ -64,6 +73,9 @@ class RunArgs:
                     require(value is None or valid(value), flag(name), value, needed)
         if self.stop_at_return is not None:
             require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
+        if self.resume:
+            require(self.run_dir is not None, "--run-dir", self.run_dir, "a directory with --resume")
+            require(self.checkpoint_every > 0, "--checkpoint-every", 0, "at least 1 with --resume")
 
 
 def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:

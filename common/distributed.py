@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,6 +133,13 @@ class World:
         self.watchdog.feed()
         self.stop = int(table[:, -1].max())
         return table[:, :-1]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Gather something small from every rank, in the order of ranks. Also feeds the watchdog."""
+        table = [None] * self.world_size
+        dist.all_gather_object(table, value)  # collective
+        self.watchdog.feed()
+        return table
 
     def gather_shards(self, rows: list[np.ndarray] | list[list[float]]) -> np.ndarray:
         """Gather K numbers of each shard: a row for each of this rank's -> (num_shards, K) float64, in their order."""

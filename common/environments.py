@@ -22,14 +22,17 @@ from common.distributed import World
 from common.launch import BadInput, Fault, end_with_parent
 from common.machine import require_memory
 
-TRAINING, EVALUATION = 0, 1  # seed domains
+TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
 WORKER_FAULT = "--vectorization async: the process of an environment ended; was it killed?"
 
 
-def environment_seeds(seed: int, domain: int, indices: Sequence[int]) -> np.ndarray:
-    """One seed for each global index, derived from (seed, domain, index), so that runs share no streams."""
-    words = [np.random.SeedSequence([seed, domain, i]).generate_state(1)[0] for i in indices]
+def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: int) -> np.ndarray:
+    """One seed for each global index, derived from (seed, domain, index), so that runs share no streams.
+
+    `restart`: in the domain RESTART, the number of a checkpoint.
+    """
+    words = [np.random.SeedSequence([seed, domain, *restart, i]).generate_state(1)[0] for i in indices]
     return np.array(words, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
 
 
@@ -44,20 +47,25 @@ class Environments(VectorWrapper):
     `atari`: they are ALE's own, with observations (4, 84, 84). `shards`: which rows are each shard's.
     """
 
-    def __init__(self, envs: VectorEnv, domain: int, indices: Sequence[int], seeds: np.ndarray) -> None:
+    def __init__(self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int]) -> None:
         super().__init__(envs)
+        self.seed = seed
         self.name = "environment" if domain == TRAINING else "evaluation episode"
-        self.indices, self.seeds, self.steps = indices, seeds, 0
+        self.indices, self.seeds, self.steps = indices, environment_seeds(seed, domain, indices), 0
         self.shards = [slice(0, len(indices))]
         self.atari = type(envs.unwrapped).__name__ == "AtariVectorEnv"
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
         self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
 
-    def start(self) -> np.ndarray:
-        """Reset every environment with its own seed -> observations (n, *shape)."""
+    def start(self, checkpoint: int = 0) -> np.ndarray:
+        """Reset every environment with its own seed, another after each checkpoint -> observations (n, *shape)."""
+        seeds = self.seeds
+        if checkpoint:
+            seeds = environment_seeds(self.seed, RESTART, self.indices, checkpoint)
+            seed_libraries(int(seeds[0]))
         try:  # ALE's take an array, and only that
-            obs, _ = self.env.reset(seed=self.seeds if self.atari else self.seeds.tolist())
+            obs, _ = self.env.reset(seed=seeds if self.atari else seeds.tolist())
         except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
         self.steps = 0
@@ -201,7 +209,7 @@ def make_envs(
     if fault:
         envs.close()
         raise BadInput(f"--env-id {env_id}: {' '.join(fault.split())}.")
-    return Environments(envs, domain, indices, seeds)
+    return Environments(envs, seed, domain, indices)
 
 
 def seed_libraries(seed: int) -> None:
@@ -227,7 +235,17 @@ def alone(env: gym.Env, seed: int) -> gym.Env:
         os.setsid()
         end_with_parent(signal.SIGKILL)
         seed_libraries(seed + int(index))
+        return Seeded(env)
     return env
+
+
+class Seeded(gym.Wrapper):
+    """In a worker process: a reset with a seed seeds libraries too, so that what follows depends on it alone."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        if seed is not None:
+            seed_libraries(seed)
+        return self.env.reset(seed=seed, options=options)
 
 
 def close(envs: VectorEnv) -> None:

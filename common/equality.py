@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from common.distributed import World
 from common.launch import Fault
@@ -19,8 +18,7 @@ def check_equal(step: int, state: Mapping[str, object], world: World) -> None:
     `state`: modules, optimisers, generators, nests of tensors, arrays and numbers. Every rank must call.
     """
     digests = {n: hashlib.blake2b(b, digest_size=8).digest() for name, x in state.items() for n, b in leaves(name, x)}
-    table: list[dict[str, bytes]] = [{} for _ in range(world.world_size)]
-    dist.all_gather_object(table, digests)  # collective
+    table = world.gather_objects(digests)  # collective
     for rank, others in enumerate(table):
         for name in table[0] | others:
             if others.get(name) != table[0].get(name):

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from common.arguments import RunArgs, flag
+from common.checkpoint import require_same_run, state_of
 from common.distributed import World
+from common.files import locked, write_whole
 from common.launch import BadInput, Fault
 from common.machine import environment_record
 
@@ -29,11 +31,12 @@ class Logger:
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
     `global_step`. Raises `BadInput` for a directory that holds a run or cannot be written (--run-dir), and where wandb
     is missing or not logged in (--track); later `Fault`, with the path, where something cannot be written. A run that
-    fails before its first row leaves nothing.
+    fails before its first row leaves nothing. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`,
+    whether a run is there that is to go on; `finished`, whether there is nothing left of it to do.
     """
 
     def __init__(self, args: RunArgs, file: str, columns: tuple[str, ...], world: World) -> None:
-        self.args, self.enabled = args, world.rank == 0
+        self.args, self.enabled, self.wall = args, world.rank == 0, 0.0
         if not self.enabled:
             return
         self.columns = ("global_step", *columns)
@@ -43,17 +46,18 @@ class Logger:
         self.learning: tuple[float, float] | None = None  # step and time of the first row that has a loss
         script = Path(file).stem
         self.dir, self.made = self._make_dir(args, script)
-        self.path, self.file, self.wandb = self.dir / "metrics.csv", None, None
+        self.path, self.config, self.file, self.wandb = self.dir / "metrics.csv", self.dir / "config.json", None, None
+        self.resumed, self.finished = args.resume and self.config.exists(), (self.dir / "finished").exists()
         try:
-            self.file = open(self.path, "xb", buffering=0)
             environment = environment_record(world)
-            record = {"script": script, "args": dataclasses.asdict(args)} | environment
-            write_whole(self.dir / "config.json", (json.dumps(record, indent=2) + "\n").encode())
-            self._write(self.columns)
-            if args.track:
+            self.record = {"script": script, "args": dataclasses.asdict(args)} | environment
+            if self.resumed:
+                require_same_run(self.dir, self._recorded(), self.record)
+                self.file = open(self.path, "ab", buffering=0)
+            else:
+                self.begin()
+            if args.track and not self.finished:
                 self.wandb = self._start_wandb(args, file, environment)
-        except FileExistsError as error:
-            raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory.") from error
         except (OSError, Fault) as error:
             self._remove()
             reason = error.strerror if isinstance(error, OSError) else error
@@ -63,6 +67,31 @@ class Logger:
             raise
         self.note(f"writing to {self.dir}")
 
+    def begin(self) -> None:
+        """Start config.json and metrics.csv, over those of a run that had come to no checkpoint."""
+        write_whole(self.config, (json.dumps(self.record, indent=2) + "\n").encode())
+        self.load_state_dict({"metrics": ",".join(self.columns) + "\n", "wall": 0.0, "evaluated": 0.0})
+
+    def _recorded(self) -> dict[str, Any]:
+        try:
+            return json.loads(self.config.read_bytes())
+        except ValueError as error:
+            raise BadInput(f"--run-dir {self.dir}: its config.json is damaged; name another.") from error
+
+    def state_dict(self) -> dict[str, str | float]:
+        """What was logged until now, and the time it took."""
+        wall = time.perf_counter() - self.started
+        return {"metrics": self.path.read_text(), "wall": wall, "evaluated": self.evaluated}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let metrics.csv hold what it held then; the clock goes on from there."""
+        if self.enabled:
+            write_whole(self.path, state["metrics"].encode())
+            if self.file is not None:
+                self.file.close()
+            self.file = open(self.path, "ab", buffering=0)
+            self.wall, self.evaluated = state["wall"], state["evaluated"]
+
     def _make_dir(self, args: RunArgs, script: str) -> tuple[Path, list[Path]]:
         """The run directory, and which directories were made for it."""
         env_id = args.env_id.replace("/", "-").replace(":", "-")
@@ -70,25 +99,29 @@ class Logger:
         names = [args.run_dir] if args.run_dir else [default, *(f"{default}-{n}" for n in range(2, 100))]
         for path in map(Path, names):
             try:
-                if any((path / name).exists() for name in ("metrics.csv", "config.json")):
-                    continue
                 made = [folder for folder in (path, *path.parents) if not folder.exists()]
-                path.mkdir(parents=True, exist_ok=bool(args.run_dir))  # a default directory is nobody else's
-                return path, made
+                if not args.run_dir:  # a default directory is nobody else's
+                    path.mkdir(parents=True)
+                self.lock = locked(path)
+                if args.resume or not any((path / name).exists() for name in ("metrics.csv", "config.json")):
+                    return path, made
+                os.close(self.lock)
             except FileExistsError:
                 if args.run_dir:
                     raise BadInput(f"--run-dir {path}: is a file; name another.") from None
             except OSError as error:
                 raise BadInput(f"--run-dir {path}: cannot be written ({error.strerror}); name another.") from error
-        raise BadInput(f"--run-dir {path}: holds a run already; name a new directory.")
+        raise BadInput(f"--run-dir {path}: holds a run already; name a new directory, or go on with it by --resume.")
 
     def _remove(self) -> None:
         """Leave nothing of a run that did not start; what else is in the directory stays."""
+        if self.resumed:
+            return
         if self.file is not None:
             self.file.close()
-            with contextlib.suppress(OSError):
-                (self.dir / "config.json").unlink(missing_ok=True)
-                self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.config.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         for folder in self.made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -125,7 +158,7 @@ class Logger:
     def start(self, plan: str) -> None:
         """Print what is about to be run, and start the clock of `time/wall` and `time/SPS`."""
         self.note(plan)
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - self.wall
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
@@ -203,7 +236,7 @@ class Logger:
             model = {"args": self.args.experiment(), "global_step": global_step}
             for name, x in state.items():
                 if not isinstance(x, torch.optim.Optimizer | torch.Generator):
-                    model[name] = on_cpu(x.state_dict() if hasattr(x, "state_dict") else x.detach())
+                    model[name] = state_of(x)
             content = io.BytesIO()
             torch.save(model, content)
             write_whole(self.dir / "model.pt", content.getbuffer())
@@ -217,32 +250,11 @@ class Logger:
         if kind is not None and not self.rows:
             self._remove()
         self.file.close()
+        os.close(self.lock)
         if sys.stdout.isatty():
             self.note("")
         if self.wandb is not None:
             self.wandb.finish(exit_code=0 if kind is None else 1)
-
-
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file under another name, then rename it: whole or, with a `Fault` that names it, not there."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
-
-
-def on_cpu(tree: Any) -> Any:
-    """A nest of dicts with its tensors on the CPU."""
-    if isinstance(tree, dict):
-        return {name: on_cpu(value) for name, value in tree.items()}
-    return tree.cpu() if isinstance(tree, torch.Tensor) else tree
 
 
 def plain(value: Any) -> int | float:

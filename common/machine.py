@@ -67,6 +67,7 @@ def environment_record(world: World) -> dict[str, Any]:
             versions[simulator] = metadata.version(simulator)
     return {
         "world_size": world.world_size,
+        "threads": torch.get_num_threads(),
         "command": shlex.join(sys.argv),
         "versions": versions,
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu,

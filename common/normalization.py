@@ -46,6 +46,9 @@ class RunningMoments:
         """Copies, as tensors, which `torch.load(weights_only=True)` takes."""
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("count", "mean", "m2")}
 
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.count, self.mean, self.m2 = state["count"].item(), state["mean"].numpy(), state["m2"].numpy()
+
 
 def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, carry: np.ndarray) -> np.ndarray:
     """Running sums R_t = gamma R_{t-1} + r_t, each environment's since its episode's start: (T, n) -> (T, n).

@@ -10,6 +10,7 @@ one-step replay, where every stored place has priority 1, keeps no priorities an
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -66,7 +67,7 @@ class ReplayBuffer:
         self.rows = self.capacity + stack  # of observations: one after the newest, and the oldest's earlier frames
         self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
         n, float_dtype = len(self.envs), torch.empty(0).numpy().dtype
-        frame = obs_space.shape[1:] if stack > 1 else obs_space.shape
+        self.obs_shape, frame = obs_space.shape, obs_space.shape[1:] if stack > 1 else obs_space.shape
         self.size = n // len(world.shards)  # environments of a shard
         self.blocks = 0 if self.plain else -(-self.size * self.capacity // BLOCK)  # of a shard
         blocks = len(world.shards) * self.blocks
@@ -95,8 +96,9 @@ class ReplayBuffer:
         return min(self.time, self.capacity) * self.num_envs
 
     def start(self, obs: np.ndarray) -> None:
-        """The observations (n, *shape) of the first reset."""
-        self.frames[:, 0], self.first[:, 0] = obs[:, -1] if self.stack > 1 else obs, True
+        """The observations (n, *shape) of a reset of all environments: the first, or after `cut`."""
+        row = self.time % self.rows
+        self.frames[:, row], self.first[:, row] = obs[:, -1] if self.stack > 1 else obs, True
 
     def add(
         self,
@@ -113,19 +115,35 @@ class ReplayBuffer:
         if self.truncations[:, place].any():
             for i in self.envs:
                 self.final_obs.pop(i * self.capacity + place, None)
-        for i in np.flatnonzero(truncations & ~terminations) if truncations.any() else ():
-            self.final_obs[i * self.capacity + place] = infos["final_obs"][i].copy()
-            self._require_memory_for_final_obs()
+        if truncations.any():
+            self._keep_final_obs(truncations & ~terminations, place, infos["final_obs"])
         self.actions[:, place], self.rewards[:, place] = actions, rewards
         self.terminations[:, place], self.truncations[:, place] = terminations, truncations
         self.time += 1
         row = self.time % self.rows
         self.frames[:, row], self.first[:, row] = next_obs[:, -1] if self.stack > 1 else next_obs, resets
 
-        if self.plain:
-            return
-        # the new place may be sampled once its n steps are there; an end completes all that wait
-        self._set_priorities(self.envs * self.capacity + place, 0.0)
+        if not self.plain:
+            self._set_priorities(self.envs * self.capacity + place, 0.0)
+            self._let_sample(dones)
+
+    def cut(self, obs: np.ndarray) -> None:
+        """End all episodes that run, as truncations: `obs` (n, *shape) are their last observations. Collective."""
+        place = (self.time - 1) % self.capacity
+        running = ~(self.terminations[:, place] | self.truncations[:, place])
+        self.truncations[running, place] = True
+        self._keep_final_obs(running, place, obs)
+        if not self.plain:
+            self._let_sample(np.ones(len(running), bool))
+        self.largest = float(self.world.gather([self.largest]).max())  # collective
+
+    def _keep_final_obs(self, truncated: np.ndarray, place: int, final_obs: np.ndarray) -> None:
+        for i in np.flatnonzero(truncated):
+            self.final_obs[i * self.capacity + place] = np.array(final_obs[i], self.frames.dtype)
+            self._require_memory_for_final_obs()
+
+    def _let_sample(self, dones: np.ndarray) -> None:
+        """A place may be sampled once its n steps are there; an end (n,) completes all that wait."""
         for age in range(1, min(self.n_step, self.time) + 1):
             waiting = self.envs * self.capacity + (self.time - age) % self.capacity
             if age < self.n_step:
@@ -252,6 +270,35 @@ class ReplayBuffer:
         frames = self.frames[env[:, None], rows]
         frames[:, :-1][~known] = 0
         return frames
+
+    def state_dict(self) -> dict[str, float]:
+        """What is equal on all ranks after `cut`; the rest is in `pieces`."""
+        return {"time": self.time, "new_priority": self.new_priority, "largest": self.largest}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.time, self.new_priority, self.largest = state["time"], state["new_priority"], state["largest"]
+        self.touched = [np.arange(len(self.priorities))]
+
+    def pieces(self, shard: int) -> Iterator[np.ndarray]:
+        """The memory of one of this rank's shards, array by array, to be written from or, after the state, read into.
+
+        In the second case an array is to be filled before the next is asked for.
+        """
+        envs = range(shard * self.size, (shard + 1) * self.size)
+        for i in envs:
+            for array in (self.frames, self.first):
+                yield array[i, : min(self.time + 1, self.rows)]
+            for array in (self.actions, self.rewards, self.terminations, self.truncations):
+                yield array[i, : min(self.time, self.capacity)]
+        yield self.priorities[shard * self.blocks : (shard + 1) * self.blocks]
+        start = envs.start * self.capacity
+        kept = [place - start for place in self.final_obs if start <= place < envs.stop * self.capacity]
+        count = np.array([len(kept)])
+        yield count
+        places = np.resize(np.array(kept, np.int64), count[0])
+        yield places
+        for place in places.tolist():
+            yield self.final_obs.setdefault(start + place, np.empty(self.obs_shape, self.frames.dtype))
 
     def update_priorities(self, indices: np.ndarray, td_errors: torch.Tensor) -> None:
         """New priorities (|td_error| + 1e-6)^alpha of the places that `sample` drew on this rank."""

@@ -9,32 +9,32 @@ from common.environments import EVALUATION, TRAINING, environment_seeds
 from runs import assert_close, flat, run
 
 SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model --check-sync-every 2000"
-FIFTY = f"{SIZES} --total-timesteps {50 * 12 * 16} --eval-every 3000 --eval-episodes 5"
-CARTPOLE = f"--env-id tests.envs:ShortCartPole-v0 --learning-rate 2e-3 --target-kl 0.003 {FIFTY}"
-PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.0015 --learning-rate 1e-3 {FIFTY}"
+TWENTY = f"{SIZES} --total-timesteps {20 * 12 * 16} --eval-every 1500 --eval-episodes 5"
+CARTPOLE = f"--env-id tests.envs:ShortCartPole-v0 --learning-rate 2e-3 --target-kl 0.003 {TWENTY}"
+PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.0008 --learning-rate 1e-3 {TWENTY}"
 PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
 
 
 @pytest.mark.parametrize(
     "script, flags, sizes",
     [
-        ("ppo_ddp.py", CARTPOLE, (2, 3, 4)),
+        ("ppo_ddp.py", CARTPOLE, (2, 3)),
         ("ppo_ddp.py", PENDULUM, (4,)),
         ("ppg_ddp.py", f"{CARTPOLE} {PHASES} --adam-eps 1e-5", (4,)),  # PPG's 1e-8 magnifies rounding tenfold here
-        ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch", (2, 3, 4)),
+        ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch --adam-eps 1e-5", (2, 3)),
     ],
 )
 def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, sizes, tmp_path):
-    """C1 in float64: 50 iterations, stops by --target-kl, truncations, normalisation, evaluation; 1e-9 relative."""
+    """C1 in float64: 20 iterations, stops by --target-kl, truncations, normalisation, evaluation; 1e-9 relative."""
     alone = run(script, 1, flags, tmp_path / "1")
-    assert len(alone.column("losses/policy_loss")) == 50 and len(alone.column("eval/episodic_return")) == 4
+    assert len(alone.column("losses/policy_loss")) == 20 and len(alone.column("eval/episodic_return")) == 3
     epochs = alone.column("losses/epochs")
     assert min(epochs) < max(epochs), "no early stop happened, or nothing else"
     lengths = alone.column("charts/episodic_length")
     truncated_at = 30.0 if "CartPole" in flags else 200.0
     assert max(lengths) == truncated_at, "no iteration had only truncated episodes"
     if script == "ppg_ddp.py":
-        assert len(alone.column("losses/aux/kl_loss")) == 6
+        assert len(alone.column("losses/aux/kl_loss")) == 2
     for size in sizes:
         assert_close(alone, run(script, size, flags, tmp_path / str(size)))
 

@@ -11,24 +11,24 @@ from common.launch import BadInput
 from common.shards import per_shard, tree_sum
 from runs import run
 
-PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 4096 --eval-every 2000"
+PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 PPO += " --eval-episodes 6"
-PPG = f"{PPO} --n-pi 4"
-DQN = "--num-envs 8 --total-timesteps 2400 --learning-starts 1000 --buffer-size 1600 --eval-every 1200"
+PPG = f"{PPO} --n-pi 3 --aux-epochs 2 --num-aux-minibatches 8"
+DQN = "--num-envs 8 --total-timesteps 1600 --learning-starts 1000 --buffer-size 1200 --eval-every 800"
 DQN += " --eval-episodes 6"
-SAC = "--num-envs 4 --total-timesteps 960 --learning-starts 800 --buffer-size 900 --eval-every 480 --eval-episodes 3"
+SAC = "--num-envs 4 --total-timesteps 840 --learning-starts 800 --buffer-size 812 --eval-every 420 --eval-episodes 3"
 MINATAR = "--env-id MinAtar/Breakout-v1 --num-envs 4 --eval-every 512 --eval-episodes 3"
 PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
 CASES = {
-    "ppo": ("ppo_ddp.py", 8, f"{PPO} --norm-obs --target-kl 0.0002", (1, 2, 4)),
+    "ppo": ("ppo_ddp.py", 4, f"{PPO} --norm-obs --target-kl 0.0002", (1, 2, 4)),
     "ppo box, batch": ("ppo_ddp.py", 2, f"{PPO} --env-id Pendulum-v1 --norm-adv batch --norm-obs", (1, 2)),
     "ppo none": ("ppo_ddp.py", 4, f"{PPO} --norm-adv none --no-norm-reward", (1, 2)),
     "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 1024 --compile", (1, 2)),
     "ppo minatar": ("ppo_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
-    "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 16 --total-timesteps 256", (1, 2)),
+    "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 16 --total-timesteps 192 --update-epochs 2", (1, 2)),
     "ppg": ("ppg_ddp.py", 4, PPG, (1, 2, 4)),
     "ppg box": ("ppg_ddp.py", 2, f"{PPG} --env-id Pendulum-v1", (1, 2)),
-    "ppg minatar": ("ppg_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024 --n-pi 4", (1, 2)),
+    "ppg minatar": ("ppg_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024 --n-pi 4 --aux-epochs 1", (1, 2)),
     "dqn": ("dqn_ddp.py", 4, DQN, (1, 2, 4)),
     "dqn prioritized": ("dqn_ddp.py", 4, f"{DQN} --prioritized --n-step 3 --double-q --dueling", (1, 2)),
     "dqn minatar": ("dqn_ddp.py", 2, f"{MINATAR} --total-timesteps 1200 --learning-starts 800 --prioritized", (1, 2)),
@@ -69,7 +69,7 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
     first = same_bytes(*CASES[case], tmp_path)
     if case == "ppo":
         assert 1 < len(set(first.column("losses/epochs"))), "no early stop"
-        assert max(first.column("charts/episodic_length")) > 25.0, "episodes of at most 30: hardly one was truncated"
+        assert max(first.column("charts/episodic_length")) > 24.0, "episodes of at most 30: hardly one was truncated"
 
 
 @pytest.mark.slow

@@ -1,0 +1,251 @@
+"""Checkpoints: a killed run goes on, on any number of processes, and ends in the bytes of one that never stopped.
+
+A simulator cannot be saved in general. So a checkpoint also ends all episodes, as truncations, and every environment
+starts anew from a seed of its own for each checkpoint; a run that is never disturbed does the same, so that "go on" and
+"never stopped" are one program. `checkpoints/{global_step}` in the run directory holds state.pt (what is equal on all
+ranks), for each shard its part of a replay buffer, and a manifest with a digest of each file, which comes last: what
+has no whole manifest does not count.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from common.arguments import FREE, RunArgs, flag, require
+from common.distributed import World
+from common.files import digest_of, flush_names, read_digest, write_flushed, write_whole
+from common.launch import BadInput, Fault
+
+if TYPE_CHECKING:
+    from common.logger import Logger
+    from common.replay import ReplayBuffer
+
+VERSION = 1  # of these files
+
+
+class Checkpoints:
+    """Writes checkpoints and keeps the newest two; with --resume, reads the newest whole one at once.
+
+    `state`: modules, optimisers, generators, tensors and what has `state_dict`, equal on all ranks; `replay`: a buffer,
+    of which each rank has its part. Every rank makes one, inside the process group. Attributes: `global_step` and
+    `number` (1, 2, ...) of the last checkpoint, 0 before the first. Raises `BadInput`, naming the flag, where the run
+    cannot go on, and `SystemExit` with code 0 where it is finished.
+    """
+
+    def __init__(
+        self,
+        args: RunArgs,
+        world: World,
+        logger: Logger,
+        state: Mapping[str, Any],
+        replay: ReplayBuffer | None = None,
+    ) -> None:
+        self.every, self.world, self.logger, self.replay = args.checkpoint_every, world, logger, replay
+        self.state = {**state, "logger": logger, "torch": torch.default_generator}
+        if replay is not None:
+            self.state["replay"] = replay
+        self.global_step, self.number, self.kept, self.failed = 0, 0, [], []
+        if not self.every:
+            return
+        # three ranks' numbers are added in an order that moves with DDP's buckets, which each start lays out anew
+        needed = f"set with --checkpoint-every on {world.world_size} processes, to 4, 8, ..."
+        require(world.sharded or world.world_size <= 2, "--shards", args.shards, needed)
+        found = None
+        if logger.enabled:
+            try:
+                found = self._look()
+            except BadInput as error:
+                found = error
+        found = world.gather_objects(found)[0]  # collective
+        if isinstance(found, BadInput):
+            raise found
+        run_dir, finished, manifests = found
+        self.dir = run_dir / "checkpoints"
+        if not all(world.gather_objects((run_dir / "config.json").exists())):  # collective
+            raise BadInput(f"--run-dir {run_dir}: is not there for all ranks; checkpoints need a shared file system.")
+        if finished:
+            logger.note(f"{run_dir} holds the finished run: nothing is left to do")
+            raise SystemExit(0)
+        for manifest in manifests:
+            damages = world.gather_objects(self._damage(manifest))  # collective
+            if not any(damages):
+                self._read(manifest)
+                return
+            logger.note(f"{next(filter(None, damages))}: the checkpoint before it is taken")
+        if logger.enabled and logger.resumed:
+            logger.note(f"{run_dir} holds no whole checkpoint: the run begins again")
+            logger.begin()
+
+    def _look(self) -> tuple[Path, bool, list[dict[str, Any]]]:
+        """Rank 0's: the run directory, whether the run is finished, and the manifests there, newest first."""
+        run_dir, manifests = self.logger.dir.absolute(), []
+        folders = [path for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit()]
+        for path in sorted(folders, key=lambda path: int(path.name), reverse=True):
+            try:
+                manifest = json.loads((path / "manifest.json").read_bytes())
+                if manifest.pop("digest") != digest_of(manifest):
+                    raise ValueError
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                self.logger.note(f"{path / 'manifest.json'} is missing or damaged: the checkpoint before it is taken")
+                continue
+            if manifest["version"] > VERSION:
+                raise BadInput(f"--resume: {path} was written by newer code; go on with that.")
+            require_same_run(path, manifest["record"], self.logger.record)
+            manifests.append(manifest)
+        return run_dir, self.logger.finished, manifests
+
+    def _names(self) -> list[str]:
+        """The files that this rank reads: what is equal on all, and then its shards of a replay buffer."""
+        return ["state.pt", *(f"replay-{shard}" for shard in self.world.shards if self.replay is not None)]
+
+    def _damage(self, manifest: dict[str, Any]) -> str:
+        """What is wrong with a file that this rank needs; empty where nothing is."""
+        for name in self._names():
+            path = self.dir / str(manifest["global_step"]) / name
+            try:
+                if list(read_digest(path)) != manifest["files"][name]:
+                    return f"{path} is damaged"
+            except OSError as error:
+                return f"{path} cannot be read ({error.strerror})"
+        return ""
+
+    def _read(self, manifest: dict[str, Any]) -> None:
+        self.global_step, self.number = manifest["global_step"], manifest["number"]
+        self.kept = [str(self.global_step)]
+        saved = torch.load(self.dir / self.kept[0] / "state.pt", map_location="cpu", weights_only=True)
+        for name, value in self.state.items():
+            restore(value, saved[name])
+        for shard, name in enumerate(self._names()[1:]):
+            with open(self.dir / self.kept[0] / name, "rb") as file:
+                for piece in self.replay.pieces(shard):
+                    file.readinto(as_bytes(piece))
+        self.logger.note(f"going on from {self.dir / self.kept[0]}")
+        if self.logger.enabled:
+            before, now = (machine(record) for record in (manifest["record"], self.logger.record))
+            changes = [f"{name} {x}, before {before.get(name)}" for name, x in now.items() if x != before.get(name)]
+            if changes:
+                self.logger.note(f"no longer the same bytes as without a stop: {'; '.join(changes)}")
+
+    def write(self, global_step: int) -> None:
+        """Write a checkpoint, after which all environments are to start anew; where it fails, say so and go on.
+
+        Every rank must call.
+        """
+        self.global_step, self.number = global_step, self.number + 1
+        # under a name that is its own: ranks of a killed attempt that are still there do not write into it
+        folder = self.dir / self.world.gather_objects(f"{global_step}.{secrets.token_hex(4)}.part")[0]  # collective
+        files, fault = {}, ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for shard, name in enumerate(self._names()[1:]):
+                files[name] = write_flushed(folder / name, map(as_bytes, self.replay.pieces(shard)))
+            if self.logger.enabled:
+                content = io.BytesIO()
+                torch.save({name: state_of(value) for name, value in self.state.items()}, content)
+                files["state.pt"] = write_flushed(folder / "state.pt", [content.getbuffer()])
+        except OSError as error:
+            fault = error.strerror
+        parts = self.world.gather_objects((files, fault))  # collective
+        if self.logger.enabled:
+            try:
+                for _, fault in parts:
+                    if fault:
+                        raise OSError(0, fault)
+                self._publish(folder, {name: x for files, _ in parts for name, x in files.items()})
+            except OSError as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                self.failed.append(global_step)
+                fault = f"{self.dir / str(global_step)}: cannot be written ({error.strerror})"
+                self.logger.note(f"{fault}; the run goes on with the checkpoints it has")
+
+    def _publish(self, folder: Path, files: dict[str, tuple[int, str]]) -> None:
+        """Write the manifest, give the folder its name, remove what is older than the checkpoint before."""
+        record = {name: self.logger.record[name] for name in ("script", "args", "world_size", *MACHINE)}
+        manifest = {"version": VERSION, "global_step": self.global_step, "number": self.number}
+        manifest |= {"files": files, "record": record}
+        manifest["digest"] = digest_of(manifest)
+        write_flushed(folder / "manifest.json", [json.dumps(manifest).encode()])
+        flush_names(folder)
+        whole = self.dir / str(self.global_step)
+        shutil.rmtree(whole, ignore_errors=True)  # a damaged one
+        folder.rename(whole)
+        flush_names(self.dir)
+        self.kept = [*self.kept, whole.name][-2:]
+        for other in self.dir.iterdir():
+            if other.name not in self.kept:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def finish(self) -> None:
+        """After the last row: say what could not be written, and that the run is finished, unless a signal ended it."""
+        if not self.every or not self.logger.enabled:
+            return
+        if self.failed:
+            steps = ", ".join(map(str, self.failed[:3])) + (", ..." if len(self.failed) > 3 else "")
+            self.logger.note(f"{self.dir}: {len(self.failed)} checkpoints could not be written ({steps})")
+        if not self.world.stop:
+            try:
+                write_whole(self.logger.dir / "finished", b"")
+            except Fault as fault:
+                self.logger.note(f"{fault} --resume would repeat the last part.")
+
+
+MACHINE = ("device", "threads", "versions")  # in a record: what roundings depend on
+
+
+def machine(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"device": record["device"], "threads": record["threads"], **record["versions"]}
+
+
+def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Raise `BadInput`, naming the flag, unless what `path` holds was recorded by the run that `record` describes."""
+    if recorded["script"] != record["script"]:
+        raise BadInput(f"--run-dir: {path} holds a run of {recorded['script']}.py; name another.")
+    if not recorded["args"].get("checkpoint_every"):
+        raise BadInput(f"--resume: {path} holds a run that was recorded without --checkpoint-every; name another.")
+    for name, value in record["args"].items():
+        before = recorded["args"].get(name)
+        if name not in FREE:
+            require(value == before, flag(name), value, f"{before} to go on with {path}")
+    processes = recorded["world_size"]
+    if record["args"]["shards"] is None and record["world_size"] != processes:
+        fault = f"{path} was recorded without, so it goes on on {processes} process(es) only"
+        raise BadInput(f"--shards: {fault}, not on {record['world_size']}.")
+
+
+def state_of(value: Any) -> Any:
+    """What `torch.save` is to write of a module, optimiser, generator, tensor or what has `state_dict`; on the CPU."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return on_cpu(value.state_dict() if hasattr(value, "state_dict") else value.detach())
+
+
+def on_cpu(tree: Any) -> Any:
+    """A nest of dicts with its tensors on the CPU."""
+    if isinstance(tree, Mapping):
+        return {name: on_cpu(value) for name, value in tree.items()}
+    return tree.cpu() if isinstance(tree, torch.Tensor) else tree
+
+
+@torch.no_grad()
+def restore(value: Any, saved: Any) -> None:
+    """Give `value` the state that `state_of` took from it, in place."""
+    if isinstance(value, torch.Generator):
+        value.set_state(saved)
+    elif isinstance(value, torch.Tensor):
+        value.copy_(saved)
+    else:
+        value.load_state_dict(saved)
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The memory of a contiguous array."""
+    return memoryview(array.reshape(-1).view(np.uint8))
