@@ -273,7 +273,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, float]:
         """What is equal on all ranks after `cut`; the rest is in `pieces`."""
-        return {"time": self.time, "new_priority": self.new_priority, "largest": self.largest}
+        return {"time": self.time, "new_priority": float(self.new_priority), "largest": self.largest}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.time, self.new_priority, self.largest = state["time"], state["new_priority"], state["largest"]
