@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from common.arguments import require, require_divisible
-from common.launch import BadInput, end_with_parent, explained
+from common.launch import BadInput, Fault, end_with_parent, explained
 from common.watchdog import GRACE, Watchdog
 
 
@@ -79,7 +79,12 @@ class World:
         """
         with self.watchdog.watching(timeout):
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                end_with_parent(signal.SIGTERM)  # no rank outlives a killed torchrun
+                end_with_parent(signal.SIGTERM)  # no rank outlives a killed torchrun, even one that is gone already
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                try:
+                    socket.create_connection(address, timeout).close()
+                except ConnectionRefusedError as error:
+                    raise Fault("torchrun, which started this, is gone.") from error
             try:
                 self._init_process_group(timeout)
                 self.watchdog.grace = GRACE

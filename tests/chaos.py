@@ -1,0 +1,128 @@
+"""Kills a run in every way at random moments, goes on with it at 1, 2 or 4 processes, and compares its bytes.
+
+    python tests/chaos.py [--kills 12] [--seed 1] [case ...]
+
+Each case runs once undisturbed. Then the same command, with --resume, is started again and again, and killed: a rank,
+the launcher, all of its group; by SIGKILL, SIGTERM, SIGINT, or SIGSTOP and SIGKILL; at a random moment, half of the
+times while a checkpoint is being written. After that it is left alone until it is finished.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import tyro
+
+from runs import PATIENCE, Run, descendants, finish, flat, start
+
+CASES = {
+    "ppo": (
+        "ppo_ddp.py",
+        "--num-envs 8 --num-steps 32 --total-timesteps 25600 --checkpoint-every 512 --eval-every 5000"
+        " --eval-episodes 6 --norm-obs",
+    ),
+    "ppg": (
+        "ppg_ddp.py",
+        "--num-envs 8 --num-steps 32 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8 --total-timesteps 20480"
+        " --checkpoint-every 512 --eval-every 5000 --eval-episodes 6",
+    ),
+    "dqn": (
+        "dqn_ddp.py",
+        "--num-envs 8 --buffer-size 4000 --learning-starts 1000 --total-timesteps 12000 --checkpoint-every 400"
+        " --prioritized --n-step 3 --eval-every 3000 --eval-episodes 6",
+    ),
+    "sac": (
+        "sac_ddp.py",
+        "--num-envs 4 --buffer-size 1000 --learning-starts 600 --total-timesteps 1800 --checkpoint-every 60"
+        " --log-every 200 --eval-every 600 --eval-episodes 3",
+    ),
+}
+
+
+@dataclass
+class Count:
+    kills: int = 0
+    resumes: int = 0
+    torn: int = 0  # checkpoints that were being written
+
+    def __str__(self) -> str:
+        return f"{self.kills} kills, {self.resumes} resumes, {self.torn} checkpoints cut off in their writing"
+
+
+def chaos(case: str, kills: int, seed: int, folder: Path, sizes: tuple[int, ...] = (1, 2, 4)) -> Count:
+    """Raises `AssertionError` where the disturbed run ends otherwise than the undisturbed."""
+    script, flags = CASES[case]
+    flags, chance, count = f"{flags} --shards 4 --save-model", random.Random(f"{case} {seed}"), Count()
+    calm, run_dir = folder / "calm", folder / "chaos"
+    undisturbed, dying, out = finish(start(script, 1, f"{flags} --run-dir {calm}"), calm), [], ""
+    assert undisturbed.code == 0, undisturbed.err
+    while not (run_dir / "finished").exists():
+        process = start(script, chance.choice(sizes), f"{flags} --resume --run-dir {run_dir}")
+        killed = count.kills < kills and disturb(process, run_dir / "checkpoints", chance, count)
+        if killed and chance.random() < 0.5:
+            dying.append(process)  # the next start meets what is left of it
+        else:
+            run = finish(process, run_dir)
+            assert killed or run.code == 0, run.err
+            out += run.out
+    for process in dying:
+        out += finish(process, run_dir).out
+    count.resumes = out.count("going on from")
+    assert_same(undisturbed, run)
+    return count
+
+
+def disturb(process, checkpoints: Path, chance: random.Random, count: Count) -> bool:
+    """Let the run live a while, then kill a part of it -> whether it was still there."""
+    before = set(checkpoints.glob("*"))
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None and not set(checkpoints.glob("*")) - before and time.monotonic() < deadline:
+        if chance.random() < 0.001:  # before its first checkpoint
+            break
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 1.0))
+    writing = chance.random() < 0.5
+    while writing and process.poll() is None and not any(checkpoints.glob("*.part")) and time.monotonic() < deadline:
+        time.sleep(0.0002)
+    family = [member for member in descendants(process) if member.is_running()]
+    if process.poll() is not None or not family:
+        return False
+    ranks = [p for p in family if "torch.distributed.run" not in p.cmdline()] or family
+    victims = chance.choice([[chance.choice(ranks)], [family[0]], family])
+    for number in chance.choice(
+        [[signal.SIGKILL], [signal.SIGTERM], [signal.SIGINT], [signal.SIGSTOP, signal.SIGKILL]]
+    ):
+        for victim in victims:
+            try:
+                victim.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.05)
+    count.kills += 1
+    count.torn += any(checkpoints.glob("*.part"))
+    return True
+
+
+def assert_same(a: Run, b: Run) -> None:
+    assert a.rows == b.rows
+    one, two = dict(flat(a.model)), dict(flat(b.model))
+    assert one.keys() == two.keys() and all(x.equal(two[name]) for name, x in one.items())
+
+
+def main(cases: tyro.conf.Positional[tuple[str, ...]] = tuple(CASES), kills: int = 13, seed: int = 1) -> None:
+    """Print, for each case, how often it was killed, and that its bytes are the undisturbed run's."""
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            begun = time.monotonic()
+            count = chaos(case, kills, seed, Path(folder))
+            print(f"{case}: the same bytes after {count} ({time.monotonic() - begun:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
