@@ -1,8 +1,9 @@
 """Runs a script in float64 and, if asked, with a fault on one rank: `python launcher.py SCRIPT ...`.
 
-Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@GATHER: at that rank's so-manieth gather),
-LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end),
-LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk).
+Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@COUNT: at that rank's so-manieth gather;
+`write`: within the so-manieth file that it writes of checkpoints), LOCKSTEP_NOTE (a file that is made when a hang
+begins), LOCKSTEP_GRACE (seconds from a signal to the end), LOCKSTEP_FSIZE (bytes after which a file takes no more, as
+on a full disk).
 """
 
 import importlib
@@ -14,7 +15,7 @@ import time
 
 import torch
 
-from common import distributed, watchdog
+from common import checkpoint, distributed, watchdog
 from common.launch import BadInput, launch
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
@@ -45,6 +46,18 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
         return gather(self, values)
 
     distributed.World.gather = faulty_gather
+    if kind == "write" and here:
+        write = checkpoint.write_flushed
+
+        def torn(path, pieces):
+            nonlocal count
+            count += 1
+            if count == after:
+                path.write_bytes(b"half of it")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(path, pieces)
+
+        checkpoint.write_flushed = torn
     networks = []
     if kind == "parameter":
         found = [c for c in FIRST_NETWORK if hasattr(module, c)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -108,11 +108,19 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def run(
-    script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", within: float = PATIENCE, **env
+    script: str,
+    world_size: int,
+    flags: str,
+    run_dir: Path,
+    dtype: str = "float64",
+    within: float = PATIENCE,
+    killed: bool = False,
+    **env,
 ):
     """Run to the end, through the launcher, and expect success. Ranks are forked with all imports done: half the time.
 
-    Everything that depends on how a process starts or ends belongs to `start` and `finish` instead.
+    `killed`: expect that a rank dies of SIGKILL instead; the others are then ended. Everything that depends on how a
+    process starts or ends belongs to `start` and `finish` instead.
     """
     flags, run_dir = f"{flags} --timeout 200 --run-dir {run_dir}", Path(run_dir)
     with socket.socket() as free:
@@ -126,6 +134,10 @@ def run(
         ranks.append(FORKS.Process(target=forked, args=(words, common | place, output)))
         ranks[-1].start()
     deadline = time.monotonic() + within
+    if killed:
+        multiprocessing.connection.wait([process.sentinel for process in ranks], within)
+        for process in ranks:
+            process.kill()
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
     late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
@@ -133,7 +145,7 @@ def run(
         ranks[rank].kill()
     text = Path(output).read_text()
     assert not late, f"ranks {late} still running after {within} s:\n{text}"
-    assert [process.exitcode for process in ranks] == [0] * world_size, text
+    assert [process.exitcode for process in ranks] == [-signal.SIGKILL if killed else 0] * world_size, text
     return Run(0, text, text, run_dir)
 
 

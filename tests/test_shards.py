@@ -28,7 +28,12 @@ CASES = {
     "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 16 --total-timesteps 192 --update-epochs 2", (1, 2)),
     "ppg": ("ppg_ddp.py", 4, PPG, (1, 2, 4)),
     "ppg box": ("ppg_ddp.py", 2, f"{PPG} --env-id Pendulum-v1", (1, 2)),
-    "ppg minatar": ("ppg_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024 --n-pi 4 --aux-epochs 1", (1, 2)),
+    "ppg minatar": (
+        "ppg_ddp.py",
+        2,
+        f"{MINATAR} --num-steps 32 --total-timesteps 1024 --n-pi 4 --aux-epochs 1",
+        (1, 2),
+    ),
     "dqn": ("dqn_ddp.py", 4, DQN, (1, 2, 4)),
     "dqn prioritized": ("dqn_ddp.py", 4, f"{DQN} --prioritized --n-step 3 --double-q --dueling", (1, 2)),
     "dqn minatar": ("dqn_ddp.py", 2, f"{MINATAR} --total-timesteps 1200 --learning-starts 800 --prioritized", (1, 2)),

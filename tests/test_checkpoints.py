@@ -1,0 +1,438 @@
+"""`--checkpoint-every` and `--resume`: a run killed in any way ends in the bytes of one that was never disturbed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import chaos
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import torch
+from test_replay import CPU, VECTOR, FakeWorld
+
+import common.files
+import dqn_ddp
+import ppo_ddp
+from common.arguments import FREE, RunArgs
+from common.files import digest_of, locked
+from common.launch import BadInput
+from common.replay import ReplayBuffer
+from runs import ROOT, descendants, finish, flat, run, start
+
+# script, flags, and how it is disturbed: processes and the fault, in turn, the last time none
+PPO = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --checkpoint-every 256 --eval-every 500 --eval-episodes 3"
+DQN = "--num-envs 4 --total-timesteps 1400 --learning-starts 600 --buffer-size 1000 --checkpoint-every 300"
+DQN += " --log-every 170 --eval-every 700 --eval-episodes 3"
+SAC = "--num-envs 4 --total-timesteps 800 --learning-starts 700 --buffer-size 600 --checkpoint-every 200 --eval-every 0"
+PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
+CASES = {
+    "ppo": ("ppo_ddp.py", f"{PPO} --norm-obs --shards 4", [(1, "kill@0@9"), (2, "write@0@4"), (4, None)]),
+    "ppo, one process": ("ppo_ddp.py", PPO, [(1, "kill@0@9"), (1, None)]),
+    "ppo, two processes": ("ppo_ddp.py", PPO, [(2, "write@0@3"), (2, None)]),
+    "ppg": (
+        "ppg_ddp.py",
+        f"{PPO} --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8 --shards 2",
+        [(2, "kill@1@12"), (1, None)],
+    ),
+    "dqn": (
+        "dqn_ddp.py",
+        f"{DQN} --prioritized --n-step 3 --shards 4",
+        [(1, "write@0@7"), (2, "kill@1@10"), (1, None)],
+    ),
+    "dqn, uniform": ("dqn_ddp.py", f"{DQN} --env-id tests.envs:Counting-v0 --shards 2", [(2, "write@1@2"), (1, None)]),
+    "sac": ("sac_ddp.py", f"{SAC} --prioritized --shards 2", [(1, "write@0@9"), (2, None)]),
+    "dqn pong": (
+        "dqn_ddp.py",
+        f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200"
+        " --checkpoint-every 240 --shards 2",
+        [(2, "write@1@2"), (1, None)],
+    ),
+    "libraries": (
+        "ppo_ddp.py",
+        f"{PPO} --env-id tests.envs:LibraryCartPole-v0 --vectorization async --shards 2",
+        [(1, "write@0@3"), (2, None)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_run_ends_in_the_bytes_of_an_undisturbed_one(case, tmp_path):
+    script, flags, attempts = CASES[case]
+    flags += " --save-model"
+    calm = run(script, attempts[-1][0], flags, tmp_path / "calm", "float32")
+    for size, fault in attempts:
+        env = {"LOCKSTEP_FAULT": fault} if fault else {}
+        last = run(script, size, f"{flags} --resume", tmp_path / "run", "float32", killed=bool(fault), **env)
+        if fault and "write" in fault:
+            assert any((last.dir / "checkpoints").glob("*.part")), "no checkpoint was being written"
+    assert "going on from" in last.out
+    same_as(calm, last)
+    assert sorted(path.name for path in (last.dir / "checkpoints").iterdir()) == sorted(
+        path.name for path in (calm.dir / "checkpoints").iterdir()
+    )
+
+
+def same_as(a, b) -> None:
+    assert a.rows == b.rows
+    one, two = dict(flat(a.model)), dict(flat(b.model))
+    assert one.keys() == two.keys() and all(x.equal(two[name]) for name, x in one.items())
+
+
+def test_a_short_chaos(tmp_path):
+    """Ranks, launchers and groups killed at random moments; `python tests/chaos.py` is the long one."""
+    count = chaos.chaos("ppo", 2, 1, tmp_path, sizes=(1, 2))
+    assert count.kills == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", chaos.CASES)
+def test_fifty_kills(case, tmp_path):
+    """Thirteen of each script."""
+    assert chaos.chaos(case, 13, 1, tmp_path).kills == 13
+
+
+# what is in the run directory, damaged: in this process, one run of PPO and one of DQN for all
+
+SMALL = {"num_envs": 2, "cuda": False, "eval_every": 0, "num_threads": 1}
+RUNS = {
+    ppo_ddp: {"num_steps": 8, "num_minibatches": 2, "total_timesteps": 80, "checkpoint_every": 16},
+    dqn_ddp: {
+        **{"total_timesteps": 200, "learning_starts": 20, "buffer_size": 60, "batch_size": 8, "checkpoint_every": 50},
+        **{"prioritized": True, "log_every": 40},
+    },
+}
+
+
+def continued(module, run_dir, **changes) -> None:
+    module.main(module.Args(**SMALL | RUNS[module] | {"run_dir": str(run_dir), "resume": True} | changes))
+
+
+def rows(run_dir) -> list[dict[str, str]]:
+    lines = [line.split(",") for line in (run_dir / "metrics.csv").read_text().splitlines()]
+    return [{k: v for k, v in zip(lines[0], line, strict=True) if "time/" not in k} for line in lines[1:]]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A folder for each script, of a run with two checkpoints that lacks its end, and the rows of the whole run."""
+    folder, whole = tmp_path_factory.mktemp("interrupted"), {}
+    for module in RUNS:
+        run_dir = folder / module.__name__
+        continued(module, run_dir, resume=False)
+        whole[module] = rows(run_dir)
+        (run_dir / "finished").unlink()
+        assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    return folder, whole
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def zeroed(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def longer(path):
+    path.write_bytes(path.read_bytes() + b"0")
+
+
+def removed(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, zeroed, flipped, longer, removed])
+@pytest.mark.parametrize(
+    "module, name",
+    [(ppo_ddp, "state.pt"), (ppo_ddp, "manifest.json"), (dqn_ddp, "replay-0"), (dqn_ddp, "manifest.json")],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, damage, interrupted, tmp_path, capfd):
+    folder, whole = interrupted
+    run_dir = shutil.copytree(folder / module.__name__, tmp_path / "run")
+    before, newest = sorted((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    damage(newest / name)
+    continued(module, run_dir)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if str(newest / name) in line and "the checkpoint before it is taken" in line]
+    assert [line for line in lines if "going on from" in line] == [f"going on from {before}"]
+    assert rows(run_dir) == whole[module]
+
+
+@pytest.mark.parametrize("damage", [cut, removed])
+def test_without_a_whole_checkpoint_it_begins_again(damage, interrupted, tmp_path, capfd):
+    folder, whole = interrupted
+    run_dir = shutil.copytree(folder / "ppo_ddp", tmp_path / "run")
+    for path in (run_dir / "checkpoints").iterdir():
+        damage(path / "state.pt")
+    continued(ppo_ddp, run_dir)
+    said = capfd.readouterr().out
+    assert said.count("the checkpoint before it is taken") == 2 and "the run begins again" in said
+    assert rows(run_dir) == whole[ppo_ddp]
+
+
+@pytest.mark.parametrize("damage", [cut, emptied, flipped, longer, removed])
+def test_metrics_csv_is_what_the_checkpoint_held(damage, interrupted, tmp_path):
+    folder, whole = interrupted
+    run_dir = shutil.copytree(folder / "ppo_ddp", tmp_path / "run")
+    damage(run_dir / "metrics.csv")
+    continued(ppo_ddp, run_dir)
+    assert rows(run_dir) == whole[ppo_ddp]
+
+
+def rewrite(path, change) -> None:
+    """Change a manifest, or config.json, as a program would."""
+    record = json.loads(path.read_text())
+    digest = record.pop("digest", None)
+    change(record)
+    path.write_text(json.dumps(record | ({"digest": digest_of(record)} if digest else {})))
+
+
+@pytest.mark.parametrize(
+    "name, change, said",
+    [
+        ("manifest", lambda x: x.update(version=2), "^--resume: .*64 was written by newer code; go on with that"),
+        ("manifest", lambda x: x["record"].update(script="ppg_ddp"), "^--run-dir: .*64 holds a run of ppg_ddp.py;"),
+        ("manifest", lambda x: x["record"]["args"].update(gamma=0.5), "^--gamma 0.99: must be 0.5 to go on with .*64"),
+        ("config", lambda x: x.update(script="dqn_ddp"), "^--run-dir: .* holds a run of dqn_ddp.py; name another"),
+        ("config", lambda x: x["args"].update(total_timesteps=96), "^--total-timesteps 80: must be 96 to go on"),
+        ("config", lambda x: x["args"].update(num_threads=2), "^--num-threads 1: must be 2 to go on with"),
+        ("config", lambda x: x["args"].update(eval_every=100), "^--eval-every 0: must be 100 to go on with"),
+        ("config", lambda x: x["args"].pop("clip_coef"), "^--clip-coef 0.2: must be None to go on with"),
+        ("config", lambda x: x["args"].update(checkpoint_every=0), "^--resume: .* was recorded without --checkpoint"),
+        ("config", lambda x: x.update(world_size=2), "^--shards: .* was recorded without, .* 2 process.es. only, not"),
+        ("config", None, "^--run-dir .*: its config.json is damaged"),
+    ],
+)
+def test_what_another_run_left_is_refused(name, change, said, interrupted, tmp_path):
+    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    newest = max((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    path = newest / "manifest.json" if name == "manifest" else run_dir / "config.json"
+    if change is None:
+        cut(path)
+    else:
+        rewrite(path, change)
+    before = sorted((x, x.read_bytes()) for x in run_dir.rglob("*") if x.is_file())
+    with pytest.raises(BadInput, match=said) as caught:
+        continued(ppo_ddp, run_dir)
+    assert "\n" not in str(caught.value)
+    assert before == sorted((x, x.read_bytes()) for x in run_dir.rglob("*") if x.is_file()), "it was touched"
+
+
+def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd):
+    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    for path in (run_dir / "checkpoints").iterdir():
+        rewrite(path / "manifest.json", lambda x: x["record"].update(device="an abacus"))
+    continued(ppo_ddp, run_dir, timeout=100.0, save_model=True, check_sync_every=16)
+    told = [line for line in capfd.readouterr().out.splitlines() if "no longer the same bytes" in line]
+    assert len(told) == 1 and "before an abacus" in told[0] and "threads" not in told[0]
+    assert (run_dir / "model.pt").exists() and rows(run_dir) == interrupted[1][ppo_ddp]
+    assert FREE < {*RunArgs.__annotations__} and not FREE & {"seed", "shards", "checkpoint_every", "eval_every"}
+
+
+def test_a_finished_run_says_so(interrupted, tmp_path, capfd):
+    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    continued(ppo_ddp, run_dir)
+    content = (run_dir / "metrics.csv").read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        continued(ppo_ddp, run_dir)
+    assert ended.value.code == 0 and "holds the finished run" in capfd.readouterr().out
+    assert (run_dir / "metrics.csv").read_bytes() == content
+    with pytest.raises(BadInput, match="holds a run already; name a new directory, or go on with it by --resume"):
+        continued(ppo_ddp, run_dir, resume=False)
+
+
+def test_a_run_without_a_checkpoint_begins_again(tmp_path, capfd):
+    """Killed before its first, at any file that it then has."""
+    for number, names in enumerate([[], ["metrics.csv"], ["config.json"], ["metrics.csv", "config.json"]]):
+        run_dir = tmp_path / str(number)
+        continued(ppo_ddp, run_dir)
+        whole = rows(run_dir)
+        for path in (run_dir / "finished", *(run_dir / x for x in ("metrics.csv", "config.json") if x not in names)):
+            path.unlink()
+        shutil.rmtree(run_dir / "checkpoints")
+        if "metrics.csv" in names:
+            cut(run_dir / "metrics.csv")
+        continued(ppo_ddp, run_dir)
+        assert rows(run_dir) == whole
+        assert ("begins again" in capfd.readouterr().out) == ("config.json" in names)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"resume": True, "checkpoint_every": 9}, "--run-dir None: must be a directory with --resume"),
+        ({"resume": True, "run_dir": "x"}, "--checkpoint-every 0: must be at least 1 with --resume"),
+        ({"checkpoint_every": -1}, "--checkpoint-every -1: must be an integer of at least 0"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(settings, said):
+    with pytest.raises(BadInput, match=f"^{said}"):
+        ppo_ddp.Args(**settings)
+
+
+def test_three_processes_need_shards(tmp_path):
+    """Their sums depend on the layout of DDP's buckets, which each start makes anew."""
+    flags = f"--num-envs 3 --num-steps 8 --total-timesteps 48 --checkpoint-every 24 --run-dir {tmp_path / 'run'}"
+    result = finish(start("ppo_ddp.py", 3, flags), tmp_path / "run")
+    assert "--shards None: must be set with --checkpoint-every on 3 processes" in result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_that_cannot_be_written_cost_nothing_else(tmp_path, capfd):
+    """Said each time and at the end; the run is the same."""
+    continued(ppo_ddp, tmp_path / "calm")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file in their way")
+    capfd.readouterr()
+    continued(ppo_ddp, tmp_path / "run", save_model=True)
+    said = capfd.readouterr().out
+    assert said.count("cannot be written (Not a directory); the run goes on with the checkpoints it has") == 4
+    assert said.splitlines()[-1].endswith("4 checkpoints could not be written (16, 32, 48, ...)")
+    assert rows(tmp_path / "run") == rows(tmp_path / "calm")
+
+
+@pytest.mark.parametrize("size, whole", [(1, ["3000"]), (2, ["3000", "6000"])])
+def test_a_full_disk_at_a_checkpoint(size, whole, tmp_path):
+    """Files of at most 100 kB: a rank's part of the buffer no longer fits, rows and the networks still do."""
+    flags = "--num-envs 2 --total-timesteps 12000 --learning-starts 11800 --buffer-size 12000 --eval-every 0"
+    flags += " --checkpoint-every 3000 --log-every 3000"
+    calm = run("dqn_ddp.py", size, flags, tmp_path / "calm", "float32")
+    full = run("dqn_ddp.py", size, f"{flags} --resume", tmp_path / "run", "float32", LOCKSTEP_FSIZE="100000")
+    assert full.out.count("(File too large); the run goes on") == 3 - len(whole) and "could not be written" in full.out
+    assert full.rows == calm.rows
+    assert sorted(x.name for x in (full.dir / "checkpoints").iterdir()) == whole, "whole ones stay, and nothing else"
+
+
+def test_two_writers_never_meet(tmp_path, monkeypatch):
+    """A second waits for a dying owner, and is refused where the owner stays."""
+    program = "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import common.files as f;"
+    program += "held = f.locked(Path(sys.argv[2])); print('held', flush=True); time.sleep(1000)"
+    command = [sys.executable, "-c", program, str(ROOT), str(tmp_path / "run")]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "held\n"
+        monkeypatch.setattr(common.files, "PATIENCE", 0.3)
+        with pytest.raises(BadInput, match="^--run-dir .*run: another process is writing there"):
+            continued(ppo_ddp, tmp_path / "run")
+        monkeypatch.setattr(common.files, "PATIENCE", 60.0)
+        threading.Timer(0.5, owner.kill).start()
+        begun = time.monotonic()
+        os.close(locked(tmp_path / "run"))
+        assert time.monotonic() - begun > 0.4
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def test_a_lock_is_of_the_directory_that_is_there(tmp_path, monkeypatch):
+    """The owner, a run that failed before its first row, removes the directory at its end."""
+    held = locked(tmp_path / "run")
+    threading.Timer(0.5, lambda: ((tmp_path / "run").rmdir(), os.close(held))).start()
+    mine = locked(tmp_path / "run")
+    assert os.path.samestat(os.fstat(mine), os.stat(tmp_path / "run"))
+    os.close(mine)
+
+
+def test_a_checkpoint_is_part_of_the_experiment(tmp_path):
+    """Episodes end there, as truncations that are not counted; all environments start anew, from other seeds."""
+    flags = "--num-envs 4 --num-steps 16 --total-timesteps 640 --eval-every 0 --env-id Pendulum-v1 --num-minibatches 1"
+    once = run("ppo_ddp.py", 1, flags, tmp_path / "a")
+    cut = run("ppo_ddp.py", 1, f"{flags} --checkpoint-every 320", tmp_path / "b")
+    assert once.rows[:5] == cut.rows[:5] and once.rows[5] != cut.rows[5]
+    often = run("ppo_ddp.py", 1, f"{flags} --total-timesteps 3200 --checkpoint-every 64", tmp_path / "c")
+    assert sum(often.column("charts/episodes")) == 0.0, "episodes of 200 steps, all cut after 16"
+
+
+def test_a_cut_ends_episodes_of_a_replay_buffer():
+    """The last transition of each running episode bootstraps from the observation after it, n-step tails are done."""
+    world = FakeWorld(0, 1)
+    world.gather = lambda values: np.array([values])
+    rb = ReplayBuffer(40, 2, world, VECTOR, (), np.int64, n_step=3, gamma=0.5)
+    rb.start(np.zeros((2, 2)))
+    for step in range(1, 6):  # environment 1 ends in its last step
+        ends = np.array([False, step == 5])
+        obs = np.full((2, 2), float(step))
+        rb.add(np.zeros(2, int), np.ones(2), ends, np.zeros(2, bool), obs, {}, ends)
+    rb.cut(np.full((2, 2), 5.0))
+    rb.start(np.full((2, 2), 100.0))
+    assert (rb.priorities.ravel()[rb._at(np.array([0, 1, 2, 3, 4, 20, 21, 22, 23, 24]))] > 0).all()
+    world.table = None
+    batch = rb._batch(np.arange(5), np.arange(5), np.ones(5), CPU)
+    assert batch.rewards.tolist() == [1.75, 1.75, 1.75, 1.5, 1.0]
+    assert batch.discounts.tolist() == [0.125, 0.125, 0.125, 0.25, 0.5]
+    assert batch.next_obs[:, 0].tolist() == [3.0, 4.0, 5.0, 5.0, 5.0]
+    ended = rb._batch(np.arange(1), np.array([24]), np.ones(1), CPU)
+    assert ended.discounts.tolist() == [0.0] and not rb.truncations[1, 4]
+
+
+@pytest.mark.parametrize(
+    "env_id", ["CartPole-v1", "MinAtar/Breakout-v1", "ALE/Breakout-v5", "LunarLander-v3", "Hopper-v5"]
+)
+def test_what_environments_did_before_a_start_does_not_matter(env_id):
+    """A used environment and a new one, started at a checkpoint, give the same; another checkpoint, something else."""
+    from common.environments import make_envs
+
+    def played(before: int, checkpoint: int) -> list[np.ndarray]:
+        envs = make_envs(env_id, 1, 0, range(2), (gym.spaces.Space,))
+        envs.action_space.seed(0)
+        envs.start()
+        for _ in range(before):
+            envs.step(envs.action_space.sample())
+        envs.action_space.seed(1)
+        found = [envs.start(checkpoint).copy()]
+        for _ in range(60):
+            obs, rewards, *_ = envs.step(envs.action_space.sample())
+            found += [obs.copy(), rewards.copy()]
+        envs.close()
+        return found
+
+    used, new, other = played(150, 3), played(0, 3), played(0, 4)
+    assert all(np.array_equal(x, y) for x, y in zip(used, new, strict=True))
+    assert not all(np.array_equal(x, y) for x, y in zip(new, other, strict=True))
+
+
+def test_torchrun_restarts_go_on_by_themselves(tmp_path):
+    """`--max-restarts`: rank 1 kills itself in the first attempt; the second goes on from the checkpoint."""
+    flags = f"{PPO} --shards 2 --save-model"
+    calm = run("ppo_ddp.py", 1, flags, tmp_path / "calm", "float32")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    words = [*launch, str(ROOT / "tests" / "launcher.py"), "ppo_ddp.py", *flags.split(), "--resume"]
+    env = os.environ | {"LOCKSTEP_FAULT": "kill@1@12", "LOCKSTEP_DTYPE": "float32"}
+    done = subprocess.run([*words, "--run-dir", str(tmp_path / "run")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "going on from" in done.stdout, done.stderr
+    calm.dir, undisturbed = tmp_path / "run", calm.rows
+    assert calm.rows == undisturbed
+
+
+def test_no_rank_outlives_a_launcher_that_dies_before_they_meet(tmp_path):
+    process = start("ppo_ddp.py", 2, f"--run-dir {tmp_path / 'run'}")
+    while len(family := descendants(process)) < 3:
+        time.sleep(0.01)
+    process.kill()
+    run = finish(process, tmp_path / "run")
+    assert run.code == -signal.SIGKILL and "torchrun, which started this, is gone" in run.err
+    assert not psutil.wait_procs(family, 10)[1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_state_is_read_without_pickle(interrupted):
+    """Tensors, numbers and strings: nothing that could execute."""
+    for path in interrupted[0].glob("*/checkpoints/*/state.pt"):
+        assert {"generator", "logger", "torch"} < torch.load(path, weights_only=True).keys()
