@@ -45,8 +45,9 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
                     dict(networks[0].named_parameters())[name][1] += 1e-7
         return gather(self, values)
 
-    distributed.World.gather = faulty_gather
-    if kind == "write" and here:
+    if kind != "write":
+        distributed.World.gather = faulty_gather
+    elif here:
         write = checkpoint.write_flushed
 
         def torn(path, pieces):

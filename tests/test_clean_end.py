@@ -90,15 +90,6 @@ def test_a_crash_on_one_rank_shows_its_traceback(script, flags, at, tmp_path):
     assert re.search(r"Root Cause[^\n]*\n(?:[^\n]*\n){3} +rank +: 1 ", run.err), "the waiting rank is blamed"
 
 
-def test_a_restarted_attempt_trains(tmp_path):
-    """torchrun --max-restarts: one rank is killed, both start again, meet, and train to the end in a new directory."""
-    fault = {"LOCKSTEP_FAULT": "kill@1@20", "PET_MAX_RESTARTS": "1"}
-    run = finish(start("ppo_ddp.py", 2, f"{SHORT} --timeout 60", True, cwd=tmp_path, **fault), tmp_path)
-    assert run.code == 0, run.err
-    lengths = sorted(len(path.read_text().splitlines()) for path in tmp_path.glob("runs/*/metrics.csv"))
-    assert len(lengths) == 2 and 1 <= lengths[0] < lengths[1] == 1 + 4096 // 64 + 4
-
-
 @pytest.mark.parametrize("where", ["reward", "observation", "last"])
 @pytest.mark.parametrize("module", [ppo_ddp, sac_ddp])
 def test_what_is_not_finite_is_named_where_it_arises(module, where, tmp_path):
