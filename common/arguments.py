@@ -28,8 +28,7 @@ class RunArgs:
     shards: Count | None = None
     """a power of two, 8 say: the same bytes on 1, 2, 4 and 8 processes; part of the experiment, as the seed is"""
     checkpoint_every: Period = 0
-    """write a checkpoint at each multiple of so many transitions (all ranks), and start all episodes anew: many
-    episodes, as it is part of the experiment, as the seed is; 0: never"""
+    """at multiples of so many transitions (all ranks), write a checkpoint and end all episodes: take many; 0: never"""
     resume: bool = False
     """go on with the run in --run-dir from its newest checkpoint; start it if it is not there"""
     run_dir: str | None = None
