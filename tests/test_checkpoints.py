@@ -19,8 +19,12 @@ from test_replay import CPU, VECTOR, FakeWorld
 
 import common.files
 import dqn_ddp
+import ppg_ddp
 import ppo_ddp
+import sac_ddp
 from common.arguments import FREE, RunArgs
+from common.checkpoint import Checkpoints
+from common.environments import Environments, make_envs
 from common.files import digest_of, locked
 from common.launch import BadInput
 from common.replay import ReplayBuffer
@@ -387,7 +391,6 @@ def test_a_cut_ends_episodes_of_a_replay_buffer():
 )
 def test_what_environments_did_before_a_start_does_not_matter(env_id):
     """A used environment and a new one, started at a checkpoint, give the same; another checkpoint, something else."""
-    from common.environments import make_envs
 
     def played(before: int, checkpoint: int) -> list[np.ndarray]:
         envs = make_envs(env_id, 1, 0, range(2), (gym.spaces.Space,))
@@ -436,3 +439,35 @@ def test_state_is_read_without_pickle(interrupted):
     """Tensors, numbers and strings: nothing that could execute."""
     for path in interrupted[0].glob("*/checkpoints/*/state.pt"):
         assert {"generator", "logger", "torch"} < torch.load(path, weights_only=True).keys()
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp, sac_ddp])
+def test_cut_write_start_anew(module, tmp_path, monkeypatch):
+    """The order at each checkpoint, the environments' new seeds, and none at the run's end."""
+    happened = []
+
+    def note(owner, name, text):
+        function = getattr(owner, name)
+
+        def noted(self, *args):
+            happened.append(text(*args))
+            return function(self, *args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(Environments, "start", lambda checkpoint=0: f"start {checkpoint}")
+    note(Checkpoints, "write", lambda step: f"write {step}")
+    note(ReplayBuffer, "cut", lambda obs: "cut")
+    note(ReplayBuffer, "start", lambda obs: "fill")
+    settings = SMALL | RUNS[dqn_ddp] | {"total_timesteps": 160, "prioritized": False, "num_threads": 1}
+    fill = ["fill"]
+    if module in (ppo_ddp, ppg_ddp):
+        settings, fill = SMALL | RUNS[ppo_ddp] | {"total_timesteps": 160, "checkpoint_every": 50}, []
+    if module is ppg_ddp:
+        settings |= {"n_pi": 3, "aux_epochs": 1, "num_aux_minibatches": 2}
+    module.main(module.Args(**settings, run_dir=str(tmp_path / "run")))
+    steps = {ppo_ddp: (64, 112), ppg_ddp: (96, 144)}.get(module, (50, 100, 150))
+    expected = ["start 0", *fill]
+    for number, step in enumerate(steps, 1):
+        expected += [*(["cut"] if fill else []), f"write {step}", f"start {number}", *fill]
+    assert happened == expected
