@@ -88,7 +88,8 @@ class Checkpoints:
     def _look(self) -> tuple[Path, bool, list[dict[str, Any]]]:
         """Rank 0's: the run directory, whether the run is finished, and the manifests there, newest first."""
         run_dir, manifests = self.logger.dir.absolute(), []
-        folders = [path for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit()]
+        paths = (run_dir / "checkpoints").glob("*") if self.logger.resumed else ()
+        folders = [path for path in paths if path.name.isdigit()]
         for path in sorted(folders, key=lambda path: int(path.name), reverse=True):
             try:
                 manifest = json.loads((path / "manifest.json").read_bytes())

@@ -47,7 +47,8 @@ class Logger:
         script = Path(file).stem
         self.dir, self.made = self._make_dir(args, script)
         self.path, self.config, self.file, self.wandb = self.dir / "metrics.csv", self.dir / "config.json", None, None
-        self.resumed, self.finished = args.resume and self.config.exists(), (self.dir / "finished").exists()
+        self.resumed = args.resume and self.config.exists()
+        self.finished = self.resumed and (self.dir / "finished").exists()
         try:
             environment = environment_record(world)
             self.record = {"script": script, "args": dataclasses.asdict(args)} | environment

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import chaos
 import gymnasium as gym
@@ -270,12 +271,14 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path, capfd):
         whole = rows(run_dir)
         for path in (run_dir / "finished", *(run_dir / x for x in ("metrics.csv", "config.json") if x not in names)):
             path.unlink()
-        shutil.rmtree(run_dir / "checkpoints")
+        if "config.json" in names:  # otherwise what is left there is nobody's
+            shutil.rmtree(run_dir / "checkpoints")
         if "metrics.csv" in names:
             cut(run_dir / "metrics.csv")
         continued(ppo_ddp, run_dir)
         assert rows(run_dir) == whole
-        assert ("begins again" in capfd.readouterr().out) == ("config.json" in names)
+        said = capfd.readouterr().out
+        assert ("begins again" in said) == ("config.json" in names) and "going on" not in said
 
 
 @pytest.mark.parametrize(
@@ -297,6 +300,20 @@ def test_three_processes_need_shards(tmp_path):
     result = finish(start("ppo_ddp.py", 3, flags), tmp_path / "run")
     assert "--shards None: must be set with --checkpoint-every on 3 processes" in result.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_another_node_does_not_see_is_refused(tmp_path):
+    class TwoNodes:
+        rank, world_size, sharded, stop = 0, 2, False, 0
+
+        def gather_objects(self, value):
+            return [value, False if value is True else value]
+
+    (tmp_path / "config.json").write_text("{}")
+    logger = SimpleNamespace(enabled=True, resumed=False, finished=False, dir=tmp_path)
+    args = ppo_ddp.Args(checkpoint_every=512)
+    with pytest.raises(BadInput, match="^--run-dir .*: is not there for all ranks; checkpoints need a shared file"):
+        Checkpoints(args, TwoNodes(), logger, {})
 
 
 def test_checkpoints_that_cannot_be_written_cost_nothing_else(tmp_path, capfd):
