@@ -10,14 +10,13 @@ import threading
 import time
 from types import SimpleNamespace
 
-import chaos
 import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
 import torch
-from test_replay import CPU, VECTOR, FakeWorld
 
+import chaos
 import common.files
 import dqn_ddp
 import ppg_ddp
@@ -30,6 +29,7 @@ from common.files import digest_of, locked
 from common.launch import BadInput
 from common.replay import ReplayBuffer
 from runs import ROOT, descendants, finish, flat, run, start
+from test_replay import CPU, VECTOR, FakeWorld
 
 # script, flags, and how it is disturbed: processes and the fault, in turn, the last time none
 PPO = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --checkpoint-every 256 --eval-every 500 --eval-episodes 3"
