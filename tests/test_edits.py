@@ -148,7 +148,10 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first)"],
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
     "main": [],
-    "train": ["options = {'gradient_as_bucket_view': True, 'static_graph': True}"],
+    "train": [
+        "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
+        "restart = iteration < num_iterations and crossed(args.checkpoint_every, before, global_step)",
+    ],
 }
 
 
