@@ -90,8 +90,6 @@ class World:
                 self.watchdog.grace = GRACE
                 yield
             except BaseException as error:
-                if self.rank and self.watchdog.signum and explained(error):  # told to end, for what rank 0 says
-                    raise SystemExit(128 + self.watchdog.signum) from error
                 if not explained(error):
                     get_error_handler().record_exception(error)  # first failing rank first, for torchrun's report
                 traceback.clear_frames(error.__traceback__)  # they hold the DDP modules

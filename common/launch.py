@@ -42,7 +42,9 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
             args = parse()
         gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
         main(args)
-        return
+        if "RANK" not in os.environ:
+            return
+        code, agreed = 0, ""  # and no finalisation, in which a thread of torch's that calls Python aborts, if rarely
     except (BadInput, Fault) as error:  # mostly raised alike by all ranks: one of them says it
         code, agreed = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"
         if rank == 0:

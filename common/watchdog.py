@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
 
-from common.launch import end_now
+from common.launch import end_now, explained
 
 GRACE = 10.0  # seconds from a stop request to the next boundary, after which the process ends at once
 
@@ -22,7 +22,7 @@ class Watchdog:
     """`signum` is the first SIGINT or SIGTERM that this rank received, 0 before; `World.gather` tells the others."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.signum = rank, 0
+        self.rank, self.signum, self.told = rank, 0, 0  # told: as the main thread knows it
         self.grace = 1.0  # until the ranks have met, a request ends the process almost at once
         self._fed, self._armed = 0.0, math.inf
 
@@ -40,12 +40,18 @@ class Watchdog:
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         previous = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.signal(number, self._tell) for number in (signal.SIGINT, signal.SIGTERM)}
         # a thread, because a main thread that waits inside a collective runs no Python signal handler
         watch = threading.Thread(target=self._watch, args=(wake_read,), daemon=True)
         watch.start()
         try:
             yield
+        except BaseException as error:
+            if (
+                self.rank and self.told and explained(error)
+            ):  # told to end, for what rank 0 says
+                raise SystemExit(128 + self.told) from error
+            raise
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -54,6 +60,9 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             os.close(wake_write)  # ends the thread
             watch.join()
+
+    def _tell(self, number: int, _: object) -> None:
+        self.told = number
 
     def _watch(self, wake_read: int) -> None:
         """Thread: note the first signal; end the process on a second one, after `grace`, or after the timeout."""
