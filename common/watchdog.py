@@ -47,9 +47,7 @@ class Watchdog:
         try:
             yield
         except BaseException as error:
-            if (
-                self.rank and self.told and explained(error)
-            ):  # told to end, for what rank 0 says
+            if self.rank and self.told and explained(error):  # told to end, for what rank 0 says
                 raise SystemExit(128 + self.told) from error
             raise
         finally:
