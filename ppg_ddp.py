@@ -601,7 +601,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
                 if world.stop:
                     break
         for part, x in zip(sums, aux_stats, strict=True):
-            losses = torch.tensor(x or [[0.0] * 3], dtype=torch.float64).sum(0).tolist()
+            losses = torch.tensor(x or [[0.0] * len(AUX_LOSSES)], dtype=torch.float64).sum(0).tolist()
             part |= dict(zip(AUX_LOSSES, losses, strict=True))
         aux_end = time.perf_counter()
 

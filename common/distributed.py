@@ -79,7 +79,8 @@ class World:
         """
         with self.watchdog.watching(timeout):
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                end_with_parent(signal.SIGTERM)  # no rank outlives a killed torchrun, even one that is gone already
+                end_with_parent(signal.SIGTERM)  # no rank outlives a killed torchrun
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # even one that is gone already
                 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
                 try:
                     socket.create_connection(address, timeout).close()

@@ -61,10 +61,12 @@ class Logger:
                 self.wandb = self._start_wandb(args, file, environment)
         except (OSError, Fault) as error:
             self._remove()
+            os.close(self.lock)
             reason = error.strerror if isinstance(error, OSError) else error
             raise BadInput(f"--run-dir {self.dir}: cannot be written ({reason}); name another.") from error
         except BaseException:
             self._remove()
+            os.close(self.lock)
             raise
         self.note(f"writing to {self.dir}")
 

@@ -225,7 +225,8 @@ def rewrite(path, change) -> None:
         ("config", None, "^--run-dir .*: its config.json is damaged"),
     ],
 )
-def test_what_another_run_left_is_refused(name, change, said, interrupted, tmp_path):
+def test_what_another_run_left_is_refused(name, change, said, interrupted, tmp_path, monkeypatch):
+    monkeypatch.setattr(common.files, "PATIENCE", 0.0)
     run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
     newest = max((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     path = newest / "manifest.json" if name == "manifest" else run_dir / "config.json"
@@ -238,6 +239,7 @@ def test_what_another_run_left_is_refused(name, change, said, interrupted, tmp_p
         continued(ppo_ddp, run_dir)
     assert "\n" not in str(caught.value)
     assert before == sorted((x, x.read_bytes()) for x in run_dir.rglob("*") if x.is_file()), "it was touched"
+    os.close(locked(run_dir))  # and it is free again
 
 
 def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd):
