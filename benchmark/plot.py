@@ -104,11 +104,10 @@ def interquartile_mean(x: np.ndarray, axis: int) -> np.ndarray:
 def interval(groups: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """95 % interval of the interquartile mean over all of `groups`, (k, ...) each, seeds resampled within a group."""
     rng = np.random.default_rng(0)
-    samples = []
-    for _ in range(RESAMPLES):
-        drawn = [group[rng.integers(len(group), size=len(group))] for group in groups]
-        samples.append(interquartile_mean(np.concatenate(drawn), 0))
-    low, high = np.percentile(np.array(samples), [2.5, 97.5], axis=0)
+    samples = [
+        np.concatenate([group[rng.integers(len(group), size=len(group))] for group in groups]) for _ in range(RESAMPLES)
+    ]
+    low, high = np.percentile(interquartile_mean(np.array(samples), 1), [2.5, 97.5], axis=0)
     return low, high
 
 

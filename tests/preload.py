@@ -1,5 +1,8 @@
 """What every forked rank needs, imported once."""
 
+import ale_py
+import gymnasium.envs.mujoco.mujoco_env
+import minatar.gym  # three seconds: it imports all of a plotting library
 import torch._dynamo  # DDP and optimisers import it when used
 
 import dqn_ddp
@@ -8,4 +11,4 @@ import ppg_ddp
 import ppo_ddp
 import sac_ddp
 
-__all__ = ["torch", "dqn_ddp", "launcher", "ppg_ddp", "ppo_ddp", "sac_ddp"]
+__all__ = ["ale_py", "gymnasium", "minatar", "torch", "dqn_ddp", "launcher", "ppg_ddp", "ppo_ddp", "sac_ddp"]

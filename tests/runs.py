@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -114,13 +115,13 @@ def run(
     run_dir: Path,
     dtype: str = "float64",
     within: float = PATIENCE,
-    killed: bool = False,
+    code: int = 0,
     **env,
 ):
-    """Run to the end, through the launcher, and expect success. Ranks are forked with all imports done: half the time.
+    """Run to the end, through the launcher. Ranks are forked with all imports done: a tenth of the time.
 
-    `killed`: expect that a rank dies of SIGKILL instead; the others are then ended. Everything that depends on how a
-    process starts or ends belongs to `start` and `finish` instead.
+    `code`: with which all ranks are to end; where one dies of SIGKILL, the others are then ended by it. Everything that
+    depends on how a process starts or ends belongs to `start` and `finish` instead.
     """
     flags, run_dir = f"{flags} --timeout 200 --run-dir {run_dir}", Path(run_dir)
     with socket.socket() as free:
@@ -134,7 +135,7 @@ def run(
         ranks.append(FORKS.Process(target=forked, args=(words, common | place, output)))
         ranks[-1].start()
     deadline = time.monotonic() + within
-    if killed:
+    if code == -signal.SIGKILL:
         multiprocessing.connection.wait([process.sentinel for process in ranks], within)
         for process in ranks:
             process.kill()
@@ -145,8 +146,8 @@ def run(
         ranks[rank].kill()
     text = Path(output).read_text()
     assert not late, f"ranks {late} still running after {within} s:\n{text}"
-    assert [process.exitcode for process in ranks] == [-signal.SIGKILL if killed else 0] * world_size, text
-    return Run(0, text, text, run_dir)
+    assert [process.exitcode for process in ranks] == [code] * world_size, text
+    return Run(code, text, text, run_dir)
 
 
 def forked(words: list[str], env: dict[str, str], output: str) -> None:
@@ -157,6 +158,7 @@ def forked(words: list[str], env: dict[str, str], output: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ |= env
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
     launcher.main(words)
 
 

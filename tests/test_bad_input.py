@@ -12,7 +12,7 @@ import sac_ddp
 from common.arguments import command_line, require_divisible
 from common.launch import BadInput
 from common.periods import crossed
-from runs import ROOT, finish, start
+from runs import ROOT, finish, run, start
 
 NAN = math.nan
 
@@ -169,7 +169,6 @@ def test_an_occupied_or_unwritable_directory_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "flags, message, env",
     [
-        ("--num-steps 10", "--num-steps 10: must be a multiple of --num-minibatches (4)", {}),
         ("--no-such-flag 1", "--no-such-flag", {}),
         ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0", {}),
         ("--track", "--track: not logged in", {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "none"}),
@@ -179,22 +178,19 @@ def test_an_occupied_or_unwritable_directory_is_refused(tmp_path):
 def test_two_ranks_say_it_once(flags, message, env, tmp_path):
     """Under torchrun the message appears exactly once, from rank 0, with no traceback of ours, and nothing is left."""
     home = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path / "wandb-config")}
-    refused_once("ppo_ddp.py", flags, message, tmp_path, **env, **home)
-
-
-@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])
-def test_environments_that_do_not_divide_are_refused(script, tmp_path):
-    message = "--num-envs 5: must be a multiple of the number of processes (2), such as 4 or 6."
-    refused_once(script, "--num-envs 5", message, tmp_path)
-
-
-def refused_once(script, flags, message, tmp_path, **env):
-    run = finish(start(script, 2, flags, cwd=tmp_path, **env), tmp_path)
+    run = finish(start("ppo_ddp.py", 2, flags, cwd=tmp_path, **env, **home), tmp_path)
     said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run.err + run.out).split())
     assert run.code == 1
     assert said.count(message) == 1, run.err + run.out
     assert not re.search(rf'File "{ROOT}/(common|\w+_ddp)', said), "a traceback of ours"
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])
+def test_environments_that_do_not_divide_are_refused(script, tmp_path):
+    refused = run(script, 2, "--num-envs 5", tmp_path / "run", code=2)
+    message = "--num-envs 5: must be a multiple of the number of processes (2), such as 4 or 6."
+    assert f"error: {message}" in refused.err and "Traceback" not in refused.err and not refused.dir.exists()
 
 
 def test_a_rank_that_is_alone_with_its_fault_says_it(tmp_path):

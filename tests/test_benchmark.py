@@ -80,6 +80,7 @@ def test_every_command_is_accepted(suite):
 TINY = """
 import sys
 from benchmark import run
+WANTED = tuple(sys.argv[1:])
 from benchmark.suites import SUITES, work
 short, long = "--eval-every 0 --num-steps 16 --total-timesteps", "--eval-every 0 --total-timesteps 200000"
 SUITES["tiny"] = [
@@ -87,12 +88,13 @@ SUITES["tiny"] = [
     work("ppo_ddp.py", "CartPole-v1", long if LONG else f"{short} 1280", {1: (1, 2)}, "long"),
     work("ppo_ddp.py", "NoSuchEnv-v0" if LONG else "CartPole-v1", f"{short} 64", {1: (3,)}),
 ]
-sys.exit(run.main(run.Args("tiny", cores=2, results=run.Path("results"), work=run.Path("work"))))
+sys.exit(run.main(run.Args("tiny", filter=WANTED, cores=2, results=run.Path("results"), work=run.Path("work"))))
 """
 
 
 def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
-    """SIGKILL while two of four runs go on: these end too; the next start runs just them, and the failed one again."""
+    """SIGKILL while two of five runs go on: these end too; SIGINT while the next start runs them: they end at a
+    boundary, and meanwhile a second runner is refused; the third start runs just them, and the one after them."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
     def start(long: bool) -> subprocess.Popen:
@@ -112,6 +114,20 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     ]
     assert len(family) == 3 and not psutil.wait_procs(family, timeout=60)[1], "a run outlived its runner"
 
+    for path in begun:
+        path.unlink()
+    process = start(long=True)
+    wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
+    family = descendants(process)
+    second = start(long=True)
+    output, _ = second.communicate(timeout=PATIENCE)
+    assert second.returncode == 2 and "another benchmark.run is using it" in output
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and output.count(" ended in ") == 2, output
+    assert "2 of 5 are recorded; the same command goes on" in output and len(list(results.iterdir())) == 4
+    assert len(family) == 3 and not psutil.wait_procs(family, timeout=60)[1], "a run outlived its runner"
+
     process = start(long=False)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "5 runs, 2 of them recorded" in output, output
@@ -122,24 +138,6 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     assert record["command"].startswith("python ppo_ddp.py --env-id CartPole-v1 --seed 2 ")
     header, *rows = (results / "CartPole-v1__ppo_ddp-long__w1__s2.csv").read_text().splitlines()
     assert header == ",".join(runner.RECORDED) and rows[-1].startswith("1280,")
-
-
-def test_ctrl_c_ends_the_runs_and_the_next_start_goes_on(tmp_path):
-    """SIGINT: both runs end at a boundary, what was finished stays recorded; meanwhile a second runner is refused."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", TINY.replace("LONG", "True")]
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
-    begun = [tmp_path / "work" / f"CartPole-v1__ppo_ddp-long__w1__s{seed}" / "metrics.csv" for seed in (1, 2)]
-    wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
-    family = descendants(process)
-    second = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
-    assert second.returncode == 2 and "another benchmark.run is using it" in second.stdout
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and output.count(" ended in ") == 2, output
-    assert "2 of 5 are recorded; the same command goes on" in output
-    assert len(list((tmp_path / "results" / "tiny").iterdir())) == 4
-    assert len(family) == 3 and not psutil.wait_procs(family, timeout=60)[1], "a run outlived its runner"
 
 
 def test_filter_dry_run_and_cores(tmp_path, capsys):
@@ -162,11 +160,13 @@ def test_filter_dry_run_and_cores(tmp_path, capsys):
 
 def test_a_failed_run_is_reported_with_its_log(tmp_path):
     """Of one process, and of two, where torchrun's own report comes after the error."""
-    program = TINY.replace("LONG", "True").replace(" 200000", " 512").replace("{1: (3,)}", "{1: (3,), 2: (3,)}")
+    program = TINY.replace("LONG", "True").replace("{1: (3,)}", "{1: (3,), 2: (3,)}")
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, "NoSuchEnv"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 1 and "NoSuchEnv-v0__ppo_ddp__w1__s3 FAILED with code 2" in done.stdout
-    assert "6 runs, 0 of them recorded" in done.stdout
+    assert "2 runs, 0 of them recorded" in done.stdout
     for size in (1, 2):
         report = done.stdout.split(f"NoSuchEnv-v0__ppo_ddp__w{size}__s3 failed; the end of ")[1].split("\n\n")[0]
         assert "    error: --env-id NoSuchEnv-v0" in report

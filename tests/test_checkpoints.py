@@ -74,7 +74,8 @@ def test_a_killed_run_ends_in_the_bytes_of_an_undisturbed_one(case, tmp_path):
     calm = run(script, attempts[-1][0], flags, tmp_path / "calm", "float32")
     for size, fault in attempts:
         env = {"LOCKSTEP_FAULT": fault} if fault else {}
-        last = run(script, size, f"{flags} --resume", tmp_path / "run", "float32", killed=bool(fault), **env)
+        code = -signal.SIGKILL if fault else 0
+        last = run(script, size, f"{flags} --resume", tmp_path / "run", "float32", code=code, **env)
         if fault and "write" in fault:
             assert any((last.dir / "checkpoints").glob("*.part")), "no checkpoint was being written"
     assert "going on from" in last.out

@@ -18,7 +18,7 @@ import sac_ddp
 from common.environments import EVALUATION, make_envs
 from common.episodes import evaluate
 from common.launch import Fault
-from runs import Run, descendants, finish, start, wait_until
+from runs import Run, descendants, finish, run, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"
 LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6 --check-sync-every 512"
@@ -63,10 +63,9 @@ def ended(process, family, run_dir) -> Run:
 )
 def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
     """A parameter moved by 1e-7 on rank 1 ends the run with the tensor's name, the rank and the step, said once."""
-    flags = f"{flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
-    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="parameter@1@6"), tmp_path)
-    assert run.code == 1
-    assert run.err.count("error: step ") == 1 and f"{name} on rank 1 differs from rank 0's" in run.err, run.err
+    flags = f"{flags} --check-sync-every 64"
+    ended = run(script, 2, flags, tmp_path / "run", code=1, LOCKSTEP_FAULT="parameter@1@6")
+    assert ended.err.count("error: step ") == 1 and f"{name} on rank 1 differs from rank 0's" in ended.err, ended.err
 
 
 @pytest.mark.parametrize(
@@ -74,9 +73,9 @@ def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
 )
 def test_a_loss_outside_the_wrapper_is_caught(script, flags, said, tmp_path):
     """Without DDP around the loss the ranks part at the first update, and the check says so."""
-    flags = f"{flags} --check-sync-every 64 --run-dir {tmp_path / 'run'}"
-    run = finish(start(script, 2, flags, True, LOCKSTEP_FAULT="bare@0@0"), tmp_path)
-    assert run.code == 1 and f"error: {said}" in run.err and "on rank 1 differs" in run.err, run.err
+    flags = f"{flags} --check-sync-every 64"
+    ended = run(script, 2, flags, tmp_path / "run", code=1, LOCKSTEP_FAULT="bare@0@0")
+    assert f"error: {said}" in ended.err and "on rank 1 differs" in ended.err, ended.err
 
 
 @pytest.mark.parametrize("script, flags, at", [("ppo_ddp.py", LONG, 40), ("dqn_ddp.py", LONG_REPLAY, 200)])
