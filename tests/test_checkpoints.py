@@ -35,7 +35,8 @@ from test_replay import CPU, VECTOR, FakeWorld
 PPO = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --checkpoint-every 256 --eval-every 500 --eval-episodes 3"
 DQN = "--num-envs 4 --total-timesteps 1400 --learning-starts 600 --buffer-size 1000 --checkpoint-every 300"
 DQN += " --log-every 170 --eval-every 700 --eval-episodes 3"
-SAC = "--num-envs 4 --batch-size 64 --total-timesteps 800 --learning-starts 540 --buffer-size 600 --checkpoint-every 150 --eval-every 0"
+SAC = "--num-envs 4 --batch-size 64 --total-timesteps 800 --learning-starts 540 --buffer-size 600"
+SAC += " --checkpoint-every 150 --eval-every 0"
 PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
 CASES = {
     "ppo": ("ppo_ddp.py", f"{PPO} --norm-obs --shards 4", [(1, "kill@0@9"), (2, "write@0@4"), (4, None)]),
