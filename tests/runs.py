@@ -11,25 +11,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
+import launcher
+
 ROOT = Path(__file__).parent.parent
 PATIENCE = 240.0  # seconds for what takes a few on a quiet machine: a test waits for events, and this is what a hang is
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["preload"])
-
-
-def torchrun(program: Path, *arguments: object) -> str:
-    """Run a test's own program on two processes to its good end -> what it printed."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @dataclass
@@ -53,20 +47,20 @@ class Run:
         return torch.load(self.dir / "model.pt", weights_only=True)
 
 
-def command(script: str, world_size: int, flags: str, launcher: bool = False) -> list[str]:
+def command(script: str, world_size: int, flags: str, launched: bool = False) -> list[str]:
     python = [sys.executable]
     if world_size > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    program = [str(ROOT / "tests" / "launcher.py"), script] if launcher else [str(ROOT / script)]
+    program = [str(ROOT / "tests" / "launcher.py"), script] if launched else [str(ROOT / script)]
     return [*python, *program, *flags.split()]
 
 
 def start(
-    script: str, world_size: int, flags: str, launcher: bool = False, cwd: Path | None = None, **env: str
+    script: str, world_size: int, flags: str, launched: bool = False, cwd: Path | None = None, **env: str
 ) -> subprocess.Popen:
     base = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        command(script, world_size, flags, launcher),
+        command(script, world_size, flags, launched),
         env={k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP")} | base | env,
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -123,16 +117,30 @@ def run(
     `code`: with which all ranks are to end; where one dies of SIGKILL, the others are then ended by it. Everything that
     depends on how a process starts or ends belongs to `start` and `finish` instead.
     """
-    flags, run_dir = f"{flags} --timeout 200 --run-dir {run_dir}", Path(run_dir)
+    words, run_dir = [script, *f"{flags} --timeout 200 --run-dir {run_dir}".split()], Path(run_dir)
+    env, output = {"LOCKSTEP_DTYPE": dtype} | env, Path(f"{run_dir}.out")
+    text = fork(launcher.main, (words,), world_size, output, env, within, code)
+    return Run(code, text, text, run_dir)
+
+
+def fork(
+    target: Callable,
+    arguments: tuple,
+    world_size: int,
+    output: Path,
+    env: Mapping[str, str],
+    within: float = PATIENCE,
+    code: int = 0,
+) -> str:
+    """Call `target(*arguments)` on each of some ranks, which end with `code` -> what they printed, also in `output`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "LOCKSTEP_DTYPE": dtype} | env
+        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])} | env
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    words, output = [script, *flags.split()], f"{run_dir}.out"
     ranks = []
     for rank in range(world_size):
         place = sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
-        ranks.append(FORKS.Process(target=forked, args=(words, common | place, output)))
+        ranks.append(FORKS.Process(target=forked, args=(target, arguments, env | place, output)))
         ranks[-1].start()
     deadline = time.monotonic() + within
     if code == -signal.SIGKILL:
@@ -144,22 +152,20 @@ def run(
     late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     for rank in late:
         ranks[rank].kill()
-    text = Path(output).read_text()
+    text = output.read_text()
     assert not late, f"ranks {late} still running after {within} s:\n{text}"
     assert [process.exitcode for process in ranks] == [code] * world_size, text
-    return Run(code, text, text, run_dir)
+    return text
 
 
-def forked(words: list[str], env: dict[str, str], output: str) -> None:
-    """In a process of its own: what `python launcher.py *words` does, its output appended to a file."""
-    import launcher
-
+def forked(target: Callable, arguments: tuple, env: Mapping[str, str], output: Path) -> None:
+    """In a process of its own, with what is printed appended to a file."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ |= env
     multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
-    launcher.main(words)
+    target(*arguments)
 
 
 def assert_close(a: Run, b: Run, relative: float = 1e-9, absolute: float = 1e-11) -> None:

@@ -300,8 +300,8 @@ def test_flags_that_do_not_fit_are_refused(settings, said):
 
 def test_three_processes_need_shards(tmp_path):
     """Their sums depend on the layout of DDP's buckets, which each start makes anew."""
-    flags = f"--num-envs 3 --num-steps 8 --total-timesteps 48 --checkpoint-every 24 --run-dir {tmp_path / 'run'}"
-    result = finish(start("ppo_ddp.py", 3, flags), tmp_path / "run")
+    flags = "--num-envs 3 --num-steps 8 --total-timesteps 48 --checkpoint-every 24"
+    result = run("ppo_ddp.py", 3, flags, tmp_path / "run", code=2)
     assert "--shards None: must be set with --checkpoint-every on 3 processes" in result.err
     assert not (tmp_path / "run").exists()
 

@@ -1,11 +1,16 @@
 """DQN: its targets by hand, the same experiment at every world size, and unequal shares of a batch."""
 
+import os
+
+import gymnasium as gym
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dqn_ddp
+from common.distributed import World
 from common.launch import BadInput
-from runs import assert_close, run, torchrun
+from runs import assert_close, fork, run
 
 FLAGS = "--env-id tests.envs:NoisyCartPole-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
 FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
@@ -48,32 +53,29 @@ def test_dueling_values_by_hand():
         torch.testing.assert_close(torch.from_numpy(network.numpy_q()(obs.numpy())), q)
 
 
+def gradients_of_shares() -> None:
+    """On two ranks, one of them with none of the batch, and one with 3 of 8 rows, against the whole batch's."""
+    torch.set_default_dtype(torch.float64)
+    world = World(cuda=False)
+    with world.process_group(60):
+        for rows in ([8, 0], [3, 5]):
+            torch.manual_seed(0)
+            network = dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, False, True)
+            batch = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)
+            dqn_ddp.TDLoss(network, False, 1 / 8)(*batch)[0].backward()
+            whole = [p.grad.clone() for p in network.parameters()]
+            part = [x.split(rows)[world.rank] for x in batch]
+            network.zero_grad(set_to_none=True)
+            loss = DDP(dqn_ddp.TDLoss(network, False, 2 / 8), static_graph=True)
+            loss(*part)[0].backward()
+            for p, g in zip(network.parameters(), whole, strict=True):
+                torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)
+    os.write(1, f"equal on rank {world.rank}\n".encode())
+
+
 def test_unequal_shares_give_the_gradient_of_the_whole(tmp_path):
-    """Two ranks, one of them with none of the batch, and one with 3 of 8 rows: one process's gradient, to 1e-12."""
-    program = tmp_path / "shares.py"
-    program.write_text(
-        "import sys, torch\n"
-        "from dqn_ddp import DDP, QNetwork, TDLoss, World, gym\n"
-        "torch.set_default_dtype(torch.float64)\n"
-        "def main(world):\n"
-        "    for rows in ([8, 0], [3, 5]):\n"
-        "        torch.manual_seed(0)\n"
-        "        network = QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, False, True)\n"
-        "        batch = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)\n"
-        "        TDLoss(network, False, 1 / 8)(*batch)[0].backward()\n"
-        "        whole = [p.grad.clone() for p in network.parameters()]\n"
-        "        part = [x.split(rows)[world.rank] for x in batch]\n"
-        "        network.zero_grad(set_to_none=True)\n"
-        "        loss = DDP(TDLoss(network, False, 2 / 8), static_graph=True)\n"
-        "        loss(*part)[0].backward()\n"
-        "        for p, g in zip(network.parameters(), whole):\n"
-        "            torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)\n"
-        "world = World(cuda=False)\n"
-        "with world.process_group(60):\n"
-        "    main(world)\n"
-        "sys.stdout.write(f'equal on rank {world.rank}\\n')\n"
-    )
-    printed = torchrun(program)
+    """One process's gradient, to 1e-12."""
+    printed = fork(gradients_of_shares, (), 2, tmp_path / "out", {})
     assert "equal on rank 0" in printed and "equal on rank 1" in printed
 
 

@@ -2,16 +2,20 @@
 
 import gc
 import math
+import os
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dqn_ddp
 import sac_ddp
+from common.distributed import World
 from common.launch import BadInput
-from runs import assert_close, run, torchrun
+from runs import assert_close, fork, run
 
 FLAGS = "--env-id tests.envs:NoisyPendulum-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
 FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
@@ -165,40 +169,38 @@ def actor_loss_of(actor, critics, obs, noise):
     return (0.3 * log_prob - torch.min(*critics(obs, actions))).mean()
 
 
+def gradients_of_shares() -> None:
+    """On two ranks, one with none of the batch, and one with 3 of 8 rows, against the whole's; log alpha's too."""
+    torch.set_default_dtype(torch.float64)
+    world = World(cuda=False)
+    with world.process_group(60):
+        for rows in ([8, 0], [3, 5]):
+            torch.manual_seed(0)
+            spaces = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))
+            actor = sac_ddp.Actor(*spaces, world.device)
+            critics, frozen = sac_ddp.Critics(*spaces), sac_ddp.Critics(*spaces)
+            log_alpha = torch.nn.Parameter(torch.tensor(0.5))
+            frozen.requires_grad_(False)
+            parameters = [*actor.parameters(), *critics.parameters(), log_alpha]
+            batch = torch.randn(8, 3), torch.randn(8, 2), torch.randn(8), torch.rand(8)
+            sac_ddp.CriticLoss(critics, 1 / 8)(*batch)[0].backward()
+            sac_ddp.ActorLoss(actor, log_alpha, frozen, 1 / 8)(*batch[:2])[0].backward()
+            whole = [p.grad.clone() for p in parameters]
+            part = [x.split(rows)[world.rank] for x in batch]
+            for p in parameters:
+                p.grad = None
+            critic_loss = DDP(sac_ddp.CriticLoss(critics, 2 / 8), static_graph=True)
+            actor_loss = DDP(sac_ddp.ActorLoss(actor, log_alpha, frozen, 2 / 8), static_graph=True)
+            critic_loss(*part)[0].backward()
+            actor_loss(*part[:2])[0].backward()
+            for p, g in zip(parameters, whole, strict=True):
+                torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)
+    os.write(1, f"equal on rank {world.rank}\n".encode())
+
+
 def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
-    """Two ranks, one with none of the batch, and 3 of 8 rows: one process's gradients, log alpha's too, to 1e-12."""
-    program = tmp_path / "shares.py"
-    program.write_text(
-        "import sys, torch\n"
-        "from sac_ddp import DDP, Actor, ActorLoss, CriticLoss, Critics, World, gym, nn\n"
-        "torch.set_default_dtype(torch.float64)\n"
-        "def main(world):\n"
-        "    for rows in ([8, 0], [3, 5]):\n"
-        "        torch.manual_seed(0)\n"
-        "        spaces = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))\n"
-        "        actor, critics, frozen = Actor(*spaces, world.device), Critics(*spaces), Critics(*spaces)\n"
-        "        log_alpha = nn.Parameter(torch.tensor(0.5))\n"
-        "        frozen.requires_grad_(False)\n"
-        "        parameters = [*actor.parameters(), *critics.parameters(), log_alpha]\n"
-        "        batch = torch.randn(8, 3), torch.randn(8, 2), torch.randn(8), torch.rand(8)\n"
-        "        CriticLoss(critics, 1 / 8)(*batch)[0].backward()\n"
-        "        ActorLoss(actor, log_alpha, frozen, 1 / 8)(*batch[:2])[0].backward()\n"
-        "        whole = [p.grad.clone() for p in parameters]\n"
-        "        part = [x.split(rows)[world.rank] for x in batch]\n"
-        "        for p in parameters:\n"
-        "            p.grad = None\n"
-        "        critic_loss = DDP(CriticLoss(critics, 2 / 8), static_graph=True)\n"
-        "        actor_loss = DDP(ActorLoss(actor, log_alpha, frozen, 2 / 8), static_graph=True)\n"
-        "        critic_loss(*part)[0].backward()\n"
-        "        actor_loss(*part[:2])[0].backward()\n"
-        "        for p, g in zip(parameters, whole, strict=True):\n"
-        "            torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)\n"
-        "world = World(cuda=False)\n"
-        "with world.process_group(60):\n"
-        "    main(world)\n"
-        "sys.stdout.write(f'equal on rank {world.rank}\\n')\n"
-    )
-    printed = torchrun(program)
+    """One process's gradients, to 1e-12."""
+    printed = fork(gradients_of_shares, (), 2, tmp_path / "out", {})
     assert "equal on rank 0" in printed and "equal on rank 1" in printed
 
 

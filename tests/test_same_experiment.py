@@ -2,11 +2,13 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+import ppo_ddp
 from common.environments import EVALUATION, TRAINING, environment_seeds
-from runs import assert_close, flat, run
+from runs import assert_close, flat, fork, run
 
 SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model --check-sync-every 2000"
 TWENTY = f"{SIZES} --total-timesteps {20 * 12 * 16} --eval-every 1500 --eval-episodes 5"
@@ -135,29 +137,24 @@ def test_environments_are_divided(script, flags, sizes, tmp_path):
                 assert rank == evaluation[seed] % size
 
 
-def test_minibatches_are_divided(tmp_path, monkeypatch):
+def recorded_minibatches(run_dir: str) -> None:
+    """One iteration of PPO; the observations of each minibatch go to a file of this rank."""
+    batches, forward = [], ppo_ddp.PPOLoss.forward
+
+    def record(self, obs, *rest):
+        batches.append(sorted(map(tuple, obs.tolist())))
+        return forward(self, obs, *rest)
+
+    ppo_ddp.PPOLoss.forward = record
+    ppo_ddp.main(ppo_ddp.Args(num_envs=4, num_steps=8, total_timesteps=32, eval_every=0, run_dir=run_dir))
+    Path(f"{run_dir}{os.environ.get('RANK', 0)}.json").write_text(json.dumps(batches))
+
+
+def test_minibatches_are_divided(tmp_path):
     """Minibatch k of one process is, row by row, the disjoint union of the ranks' minibatches k."""
-    import subprocess
-    import sys
-
-    from runs import ROOT
-
-    program = tmp_path / "record.py"
-    program.write_text(
-        "import json, os, sys, ppo_ddp\n"
-        "batches, forward = [], ppo_ddp.PPOLoss.forward\n"
-        "def record(self, obs, *rest):\n"
-        "    batches.append(sorted(map(tuple, obs.tolist())))\n"
-        "    return forward(self, obs, *rest)\n"
-        "ppo_ddp.PPOLoss.forward = record\n"
-        "ppo_ddp.main(ppo_ddp.Args(num_envs=4, num_steps=8, total_timesteps=32, eval_every=0, run_dir=sys.argv[1]))\n"
-        "json.dump(batches, open(sys.argv[1] + os.environ.get('RANK', '0') + '.json', 'w'))\n"
-    )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for prefix, name in (([sys.executable], "one"), (launch, "two")):
-        subprocess.run([*prefix, str(program), str(tmp_path / name)], env=env, check=True, capture_output=True)
-    whole, *parts = (json.load(open(tmp_path / f"{name}.json")) for name in ("one0", "two0", "two1"))
+    for name, size in (("one", 1), ("two", 2)):
+        fork(recorded_minibatches, (str(tmp_path / name),), size, tmp_path / f"{name}.out", {})
+    whole, *parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one0", "two0", "two1"))
     assert len(whole) == 16 and all(len(batch) == 8 for batch in whole)
     for batch, part0, part1 in zip(whole, *parts, strict=True):
         assert len(part0) == len(part1) == 4
