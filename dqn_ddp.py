@@ -313,6 +313,11 @@ def train(
             obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
             rb.start(obs)
             q_values = checked(q_network.numpy_q, network_q, obs, thorough=True)  # what acts
+            if args.eval_every and not checkpoints.number:  # before anything is learned
+                row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
+                if not world.stop:
+                    logger.log(0, row)
+                row_start = time.perf_counter()
 
         # collect: all environments' noise is drawn on every rank, for many steps at once, and each takes its own
         epsilon = linear_schedule(args.start_e, args.end_e, before / max(1.0, args.exploration_fraction * budget))

@@ -479,6 +479,10 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         if restart:  # at the start, and after each checkpoint
             next_obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
             return_carry = np.zeros(local_num_envs)  # running discounted returns, moved in place
+            if args.eval_every and not checkpoints.number:  # before anything is learned
+                row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
+                if not world.stop:
+                    logger.log(0, row)
 
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()

@@ -345,6 +345,11 @@ def train(
             obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
             rb.start(obs)
             policy = checked(actor.numpy_policy, network_policy, obs, ones, thorough=True)  # what acts
+            if args.eval_every and not checkpoints.number:  # before anything is learned
+                row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
+                if not world.stop:
+                    logger.log(0, row)
+                row_start = time.perf_counter()
 
         # collect: all environments' noise is drawn on every rank, each takes its own
         if before < args.learning_starts:

@@ -1,8 +1,9 @@
-"""Draws the recorded curves of a suite, and writes the table of its results into the README.
+"""Draws the recorded curves of a suite, and prints the table of its results.
 
-    python -m benchmark.plot classic
+    python -m benchmark.plot classic --readme README.md
+    python -m benchmark.plot my_suite.py
 
-Reads only `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and the README's table between its markers.
+Reads `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and, where it is named, the README's table.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
 (arXiv:2108.13264); of two seeds that is no more than their range. A final return is the mean of a run's last three
 evaluations.
@@ -11,18 +12,20 @@ evaluations.
 from __future__ import annotations
 
 import csv
+import os
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import matplotlib
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-from benchmark.run import Run, recorded, runs_of
-from benchmark.suites import REFERENCES, SCALES, SUITES
+from benchmark.run import Run, or_say_why, recorded, runs_of
+from benchmark.suites import Suite, suite_of
+from common.launch import BadInput
 
 matplotlib.rcParams |= {
     "svg.hashsalt": "lockstep",
@@ -37,59 +40,92 @@ COLOURS = {  # Okabe and Ito's, told apart by the colour-blind
     "dqn_ddp-prioritized": "#E69F00",
     "sac_ddp": "#CC79A7",
 }
-DASHES = {1: "-", 2: "-."}  # by world size; references are dashed
+OTHERS = ("#56B4E9", "#000000", "#8C564B", "#7F7F7F", "#BCBD22", "#E377C2", *COLOURS.values())  # of other variants
+LINES = 6  # on one axes
 RESAMPLES = 2000
 
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[Literal[tuple(SUITES)]]
-    """which suite"""
+    suite: tyro.conf.Positional[str]
+    """which suite: a name, or a file of your own, such as my_suite.py"""
     results: Path = Path("benchmark/results")
     """where curves are recorded"""
     figures: Path = Path("benchmark/figures")
     """where figures go"""
-    readme: Path = Path("README.md")
-    """whose table is renewed"""
+    readme: Path | None = None
+    """a file whose lines between <!-- SUITE --> and <!-- end SUITE --> become the table and the figures"""
 
 
 @dataclass
 class Curve:
-    """Evaluations of the k seeds of one work at one world size."""
+    """Evaluations of the k seeds of one work, at one world size or at several that gave the same bytes."""
 
     steps: np.ndarray  # (t,)
     returns: np.ndarray  # (k, t)
     minutes: np.ndarray  # (k, t)
     rows: list[list[dict]]  # as recorded, of each run
     seeds: list[int]
+    world_sizes: tuple[int, ...]
 
     @property
     def final(self) -> np.ndarray:
         return self.returns[:, -3:].mean(1)
 
+    @property
+    def processes(self) -> str:
+        """Such as "1 process", or "1 and 2 processes, the same bytes"."""
+        sizes = " and ".join(map(str, self.world_sizes))
+        same = ", the same bytes" if len(self.world_sizes) > 1 else ""
+        return f"{sizes} process{'es' if sizes != '1' else ''}{same}"
 
-def load(suite: str, results: Path) -> dict[tuple[str, str, int], Curve]:
-    """Recorded curves by (environment, script and variant, world size)."""
+
+def load(suite: Suite, results: Path) -> dict[tuple[str, str, int], Curve]:
+    """Recorded curves by (environment, script and variant, world size), the smallest of those of the same bytes.
+
+    `start.csv` beside them holds scores before learning, of curves that were recorded without.
+    """
     groups: dict[tuple[str, str, int], list[Run]] = defaultdict(list)
     for run in runs_of(suite):
         if recorded(run, results):
             groups[(run.env_id, run.name.split("__")[1], run.world_size)].append(run)
+    starts, path = {}, results / suite.name / "start.csv"
+    if path.exists():
+        with open(path, newline="") as file:
+            starts = {row["name"]: float(row["eval/episodic_return"]) for row in csv.DictReader(file)}
     curves = {}
-    for key, runs in groups.items():
+    for key, runs in sorted(groups.items()):
         tables, all_rows = [], []
         for run in runs:
-            with open(results / suite / f"{run.name}.csv", newline="") as file:
+            with open(results / suite.name / f"{run.name}.csv", newline="") as file:
                 rows = list(csv.DictReader(file))
             kept = [row for row in rows if row["eval/episodic_return"]]
-            tables.append(
-                [[float(row[c]) for c in ("global_step", "eval/episodic_return", "time/wall")] for row in kept]
-            )
+            cells = [[float(row[c]) for c in ("global_step", "eval/episodic_return", "time/wall")] for row in kept]
+            if kept and kept[0]["global_step"] != "0" and run.name in starts:
+                cells.insert(0, [0.0, starts[run.name], 0.0])
+            tables.append(cells)
             all_rows.append(rows)
-        assert len({len(rows) for rows in tables}) == 1, f"{key}: seeds were evaluated at other steps"
+        steps = {tuple(row[0] for row in cells) for cells in tables}
+        if len(steps) > 1 or not tables[0]:
+            raise BadInput(f"{key[0]}, {key[1]}: its seeds were not evaluated at the same steps, or never")
         table = np.array(tables)  # (k, t, 3)
-        assert (table[:, :, 0] == table[0, :, 0]).all(), f"{key}: seeds were evaluated at other steps"
-        curves[key] = Curve(table[0, :, 0], table[:, :, 1], table[:, :, 2] / 60, all_rows, [run.seed for run in runs])
+        seeds = [run.seed for run in runs]
+        curve = Curve(table[0, :, 0], table[:, :, 1], table[:, :, 2] / 60, all_rows, seeds, (key[2],))
+        one = next((c for (*work, _), c in curves.items() if tuple(work) == key[:2] and same_bytes(c, curve)), None)
+        if one is None:
+            curves[key] = curve
+        else:
+            one.world_sizes += (key[2],)
     return curves
+
+
+def same_bytes(one: Curve, other: Curve) -> bool:
+    """Whether all seeds' rows are the same, `time/` aside."""
+
+    def content(curve: Curve) -> list:
+        return [[[x for n, x in row.items() if not n.startswith("time/")] for row in rows] for rows in curve.rows]
+
+    return one.seeds == other.seeds and content(one) == content(other)
 
 
 def interquartile_mean(x: np.ndarray, axis: int) -> np.ndarray:
@@ -111,63 +147,120 @@ def interval(groups: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], path: Path) -> None:
-    """Returns against transitions, and against wall time."""
-    lines = len(curves) + len({script for script, _ in curves})
-    figure = Figure(figsize=(8, 2.7 + 0.09 * lines), layout="constrained")  # the legend has two columns
-    left, right = figure.subplots(1, 2, sharey=True)
-    for (script, world_size), curve in sorted(curves.items()):
-        style = {"color": COLOURS[script], "linestyle": DASHES[world_size], "linewidth": 1.5}
-        middle, (low, high) = interquartile_mean(curve.returns, 0), interval([curve.returns])
-        seeds = len(curve.returns)
-        label = f"{script}, {world_size} process{'es' * (world_size > 1)} ({seeds} seed{'s' * (seeds > 1)})"
-        for axis, x in ((left, curve.steps / 1000), (right, curve.minutes.mean(0))):
-            axis.plot(x, middle, label=label, **style)
-            axis.fill_between(x, low, high, color=COLOURS[script], alpha=0.15, linewidth=0)
-    for script in sorted({script for script, _ in curves}):
-        reference = REFERENCES.get((f"{script}.py", env_id))
-        if reference:
-            value, _, steps, source = reference
-            label = f"{script}: {source}, at {steps // 1000} k"
-            left.axhline(value, color=COLOURS[script], linestyle="--", linewidth=1, label=label)
-    left.set(xlabel="environment transitions (thousands)", ylabel="return of evaluation episodes", title=env_id)
-    right.set(xlabel="wall time (minutes), other runs beside it", title="the same against time")
-    for axis in (left, right):
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each script and variant, whichever of them are there."""
+    others = iter(OTHERS * len(COLOURS))
+    return {name: COLOURS.get(name) or next(others) for name in sorted(names)}
+
+
+def panels(curves: dict[tuple[str, int], Curve]) -> list[list[tuple[str, Curve]]]:
+    """Curves by (script, world size) -> what is drawn together: one world size, and no more lines than can be told."""
+    found = []
+    for size in sorted({size for _, size in curves}):
+        chosen = [(script, curve) for (script, n), curve in sorted(curves.items()) if n == size]
+        found += [chosen[at : at + LINES] for at in range(0, len(chosen), LINES)]
+    return found
+
+
+def limits(curves: Iterable[Curve], low: float | None) -> tuple[float, float]:
+    """The returns that an axis shows: from a random agent's, where it is known, to the highest.
+
+    Otherwise from the lowest hundredth on: a curve may come from far below.
+    """
+    middles = np.concatenate([interquartile_mean(curve.returns, 0) for curve in curves])
+    top = max(interval([curve.returns])[1].max() for curve in curves)
+    bottom = np.percentile(middles, 1) if low is None else low
+    margin = 0.04 * (top - bottom) or 1.0
+    return bottom - margin, top + margin
+
+
+def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: Suite, path: Path) -> None:
+    """Returns against transitions, and against wall time; a row of axes for each number of processes."""
+    rows, colour = panels(curves), colours({script for script, _ in curves})
+    figure = Figure(figsize=(8, 0.4 + 2.9 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), 2, squeeze=False, sharex="col")
+    bottom, top = limits(curves.values(), suite.scales.get(env_id, (None,))[0])
+    for row, chosen in zip(axes, rows, strict=True):
+        for script, curve in chosen:
+            middle, (low, high) = interquartile_mean(curve.returns, 0), interval([curve.returns])
+            seeds = len(curve.returns)
+            label = f"{script} ({seeds} seed{'s' * (seeds > 1)}, {curve.steps[-1] / 1e6:.2g} M)"
+            for axis, x in zip(row, (curve.steps / 1000, curve.minutes.mean(0)), strict=True):
+                axis.plot(x, middle, label=label, color=colour[script], linewidth=1.5)
+                axis.fill_between(x, low, high, color=colour[script], alpha=0.15, linewidth=0)
+        references = sorted(
+            (suite.references[key][0], suite.references[key][2:], script)
+            for script, _ in chosen
+            if (key := (f"{script}.py", env_id)) in suite.references
+        )
+        while references:  # those that would be printed over each other share a line
+            near = [x for x in references if x[0] - references[0][0] < 0.02 * (top - bottom)]
+            references = references[len(near) :]
+            shown = colour[near[0][2]] if len(near) == 1 else "grey"
+            label = "\n".join(
+                f"{script}: {value:g} at {steps / 1e6:g} M, {source}" for value, (steps, source), script in near
+            )
+            row[0].axhline(np.mean([x[0] for x in near]), color=shown, linestyle="--", linewidth=1, label=label)
+        below = [script for script, curve in chosen if interquartile_mean(curve.returns, 0).min() < bottom]
+        title = f"{env_id}, {chosen[0][1].processes}"
+        row[0].set(ylabel="return of evaluation episodes", title=title, ylim=(bottom, top))
+        row[1].set(title="the same against time", ylim=(bottom, top))
+        if below:
+            row[0].annotate(f"from below: {', '.join(below)}", (0.02, 0.02), xycoords="axes fraction", fontsize=7)
+        row[1].legend(*row[0].get_legend_handles_labels(), loc="lower right", fontsize=6.5, framealpha=0.8)
+    axes[-1][0].set(xlabel="environment transitions (thousands)")
+    axes[-1][1].set(xlabel="wall time (minutes), other runs beside it")
+    for axis in axes.flat:
         axis.grid(alpha=0.3, linewidth=0.5)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     save(figure, path)
 
 
-def draw_aggregate(suite: str, curves: dict[tuple[str, str, int], Curve], path: Path) -> None:
-    """Scaled returns over all environments of the suite: along the budget, and their profile at its end."""
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    first = max(curve.steps[0] / curve.steps[-1] for curve in curves.values())
-    part, levels = np.linspace(first, 1, 50), np.linspace(0, 1.2, 121)
-    for script in sorted({script for _, script, _ in curves}):
-        scaled, final = [], []
-        for (env_id, name, world_size), curve in curves.items():
-            if (name, world_size) == (script, 1):
-                low, high = SCALES[env_id]
+def draw_aggregate(suite: Suite, curves: dict[tuple[str, str, int], Curve], path: Path) -> None:
+    """Scaled returns over all environments that have a scale: along the budget, and their profile at its end.
+
+    Scripts that were run in the same environments with the same budgets share a row of axes; others have their own.
+    """
+    smallest: dict[str, dict[str, Curve]] = defaultdict(dict)  # by script: at its smallest world size, by environment
+    for (env_id, script, _), curve in sorted(curves.items(), reverse=True):
+        if env_id in suite.scales:
+            smallest[script][env_id] = curve
+    rows: dict[tuple, list[str]] = defaultdict(list)
+    for script, by_env in sorted(smallest.items()):
+        rows[tuple(sorted((env_id, curve.steps[-1]) for env_id, curve in by_env.items()))].append(script)
+    figure = Figure(figsize=(8, 0.7 + 2.7 * len(rows)), layout="constrained")
+    axes, colour = figure.subplots(len(rows), 2, squeeze=False, sharex="col"), colours({s for _, s, _ in curves})
+    levels = np.linspace(0, 1.2, 121)
+    for row, (works, scripts) in zip(axes, rows.items(), strict=True):
+        for script in scripts:
+            scaled, final = [], []
+            first = max(curve.steps[0] / curve.steps[-1] for curve in smallest[script].values())
+            part = np.linspace(first, 1, 51)
+            for env_id, curve in smallest[script].items():
+                low, high = suite.scales[env_id]
                 x = (curve.returns - low) / (high - low)
                 final.append((curve.final - low) / (high - low))
-                scaled.append(np.array([np.interp(part * curve.steps[-1], curve.steps, row) for row in x]))
-        if not scaled:
-            continue
-        middle, (low, high) = interquartile_mean(np.concatenate(scaled), 0), interval(scaled)
-        label = f"{script}, {len(scaled)} environment{'s' if len(scaled) > 1 else ''}"
-        left.plot(100 * part, middle, color=COLOURS[script], label=label)
-        left.fill_between(100 * part, low, high, color=COLOURS[script], alpha=0.15, linewidth=0)
-        profile = [np.mean([(runs > level).mean() for runs in final]) for level in levels]
-        right.plot(levels, profile, color=COLOURS[script])
-    left.set(xlabel="part of the budget (%)", ylabel="scaled return, interquartile mean", title=f"suite {suite}")
-    right.set(
-        xlabel="scaled final return (0 random, 1 good)", ylabel="runs above it (part)", title="performance profile"
-    )
-    for axis in (left, right):
+                scaled.append(np.array([np.interp(part * curve.steps[-1], curve.steps, run) for run in x]))
+            middle, (low, high) = interquartile_mean(np.concatenate(scaled), 0), interval(scaled)
+            row[0].plot(100 * part, middle, color=colour[script], label=script)
+            row[0].fill_between(100 * part, low, high, color=colour[script], alpha=0.15, linewidth=0)
+            row[1].plot(levels, [np.mean([(runs > x).mean() for runs in final]) for x in levels], color=colour[script])
+        title = ", ".join(f"{env_id.removeprefix('MinAtar/')} {steps / 1e6:.2g} M" for env_id, steps in works)
+        row[0].set_title(title, fontsize=8)
+        row[0].set(ylabel="scaled return", ylim=(-0.1, 1.2))
+        row[1].set(ylabel="runs above it (part)", ylim=(-0.03, 1.03))
+        row[0].legend(loc="lower right", fontsize=7, framealpha=0.8)
+    axes[-1][0].set(xlabel="part of the budget (%), interquartile mean")
+    axes[-1][1].set(xlabel="scaled final return")
+    for axis in axes.flat:
         axis.grid(alpha=0.3, linewidth=0.5)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    shown = sorted({env_id for by_env in smallest.values() for env_id in by_env})
+    ends = [
+        f"{env_id.removeprefix('MinAtar/')} {suite.scales[env_id][0]:g} and {suite.scales[env_id][1]:g}"
+        for env_id in shown
+    ]
+    lines = ["; ".join(ends[at : at + 4]) for at in range(0, len(ends), 4)]
+    figure.supxlabel("0 and 1 are returns of: " + "\n".join(lines), fontsize=7)
+    figure.suptitle(f"suite {suite.name}", fontsize=9)
     save(figure, path)
 
 
@@ -202,7 +295,7 @@ def agreement(one: Curve, many: Curve) -> str:
     return f"{' and '.join(agreed)}; {'overlap' if low1 <= high2 and low2 <= high1 else 'apart'}"
 
 
-def table(curves: dict[tuple[str, str, int], Curve]) -> str:
+def table(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> str:
     """The suite's results in Markdown."""
     head = "| environment | script | processes | final return | 95 % interval | reference | transitions | minutes |"
     lines = [f"{head} as one process up to; intervals |", "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
@@ -210,41 +303,59 @@ def table(curves: dict[tuple[str, str, int], Curve]) -> str:
         final, (low, high) = curve.final, interval([curve.final])
         several = len(final) > 1
         deviation = f" ± {final.std(ddof=1):.1f}" if several else ""
-        reference = REFERENCES.get((f"{script}.py", env_id))  # none for a variant
-        cells = [env_id, script.replace("_ddp", ""), str(world_size)]
+        reference = suite.references.get((f"{script}.py", env_id))  # none for a variant
+        cells = [env_id, script.replace("_ddp", ""), " and ".join(map(str, curve.world_sizes))]
         cells += [f"{final.mean():.1f}{deviation} ({len(final)})", f"{low:.1f} to {high:.1f}" if several else ""]
         cells.append(
             "{} ± {} at {:.2f} M, {}".format(*reference[:2], reference[2] / 1e6, reference[3]) if reference else ""
         )
         cells += [f"{curve.steps[-1] / 1e6:.2f} M", f"{curve.minutes[:, -1].mean():.1f}"]
         one = curves.get((env_id, script, 1))
-        cells.append(agreement(one, curve) if world_size > 1 and one else "")
+        if len(curve.world_sizes) > 1:
+            cells.append("the same bytes")
+        else:
+            cells.append(agreement(one, curve) if world_size > 1 and one else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def with_table(readme: str, suite: str, text: str) -> str:
-    """The README with the text between the suite's two markers replaced."""
-    start, end = f"<!-- {suite} -->\n", f"<!-- end {suite} -->\n"
-    before, rest = readme.split(start)
-    return before + start + text + end + rest.split(end)[1]
+def with_table(readme: Path, name: str, text: str) -> str:
+    """A file's text with what is between the two markers of `name` replaced; `BadInput` where it has none."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end {name} -->\n"
+    try:
+        before, rest = readme.read_text().split(start)
+        return before + start + text + end + rest.split(end)[1]
+    except (OSError, ValueError, IndexError) as error:
+        needed = f"a file with a line <!-- {name} --> and, after it, a line <!-- end {name} -->"
+        raise BadInput(f"--readme {readme}: must be {needed}.") from error
 
 
 def main(args: Args) -> None:
-    curves = load(args.suite, args.results)
+    suite = suite_of(args.suite)
+    curves = load(suite, args.results)
     if not curves:
-        print(f"nothing is recorded of {args.suite}: python -m benchmark.run {args.suite}")
-        return
-    names = []
+        raise BadInput(
+            f"--results {args.results}: nothing of {suite.name} is there; python -m benchmark.run {args.suite}"
+        )
+    if args.readme is not None:
+        with_table(args.readme, suite.name, "")  # before anything is drawn
+    names, folder = [], args.figures / suite.name
     for env_id in sorted({env_id for env_id, _, _ in curves}):
         chosen = {(script, size): curve for (env, script, size), curve in curves.items() if env == env_id}
-        names.append(env_id.replace("/", "-"))
-        draw_environment(env_id, chosen, args.figures / args.suite / f"{names[-1]}.svg")
-    draw_aggregate(args.suite, curves, args.figures / args.suite / "all.svg")
-    images = "".join(f"\n![{name}](benchmark/figures/{args.suite}/{name}.svg)\n" for name in [*names, "all"])
-    args.readme.write_text(with_table(args.readme.read_text(), args.suite, table(curves) + images))
-    print(f"drew {len(curves)} curves of {args.suite}; renewed its table in {args.readme}")
+        names.append(env_id.replace("/", "-").replace(":", "-"))
+        draw_environment(env_id, chosen, suite, folder / f"{names[-1]}.svg")
+    if any(env_id in suite.scales for env_id, _, _ in curves):
+        names.append("all")
+        draw_aggregate(suite, curves, folder / "all.svg")
+    text = table(curves, suite)
+    print(text)
+    print(f"drew {len(curves)} curves of {suite.name} in {folder}")
+    if args.readme is not None:
+        base = os.path.relpath(folder, args.readme.parent)
+        text += "".join(f"\n![{name}]({base}/{name}.svg)\n" for name in names)
+        args.readme.write_text(with_table(args.readme, suite.name, text))
+        print(f"renewed its table in {args.readme}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    or_say_why(lambda: main(tyro.cli(Args)))

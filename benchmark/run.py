@@ -3,6 +3,7 @@
     python -m benchmark.run classic
     python -m benchmark.run classic --filter dqn_ddp CartPole --dry-run
     python -m benchmark.run classic --filter ppo_ddp__w1__s3 CartPole --results runs/again
+    python -m benchmark.run my_suite.py
 
 A run is recorded as `benchmark/results/SUITE/NAME.csv` and, last, `NAME.json`: what has both is done and not repeated.
 Ctrl-C, or the end of this program in any way, ends the runs; the unfinished ones start afresh next time.
@@ -16,28 +17,31 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
-from benchmark.suites import SUITES
+from benchmark.suites import Suite, suite_of
 from common.distributed import World
+from common.launch import BadInput
 
 ROOT = Path(__file__).parent.parent
+KEPT = ("commit", "changed", "sources", "world_size", "threads", "device", "instructions", "arithmetic", "versions")
 RECORDED = ("global_step", "charts/episodic_return", "charts/episodes", "eval/episodic_return", "time/wall", "time/SPS")
 
 
 @dataclass
 class Args:
-    suite: tyro.conf.Positional[Literal[tuple(SUITES)]]
-    """which suite"""
+    suite: tyro.conf.Positional[str]
+    """which suite: a name, or a file of your own, such as my_suite.py"""
     filter: tuple[str, ...] = ()
     """only runs whose names contain all of these, such as ppo_ddp CartPole w1 s3"""
     dry_run: bool = False
@@ -69,7 +73,7 @@ class Run:
     def work(self) -> str:
         """What the seeds of one curve share."""
         script = self.script.removesuffix(".py") + (f"-{self.variant}" if self.variant else "")
-        return f"{self.env_id.replace('/', '-')}__{script}__w{self.world_size}"
+        return f"{self.env_id.replace('/', '-').replace(':', '-')}__{script}__w{self.world_size}"
 
     def command(self, run_dir: Path) -> list[str]:
         words = [self.script, "--env-id", self.env_id, "--seed", str(self.seed), *self.flags.split()]
@@ -84,11 +88,11 @@ class Run:
         return shlex.join(self.command(Path("runs") / self.name))
 
 
-def runs_of(suite: str, wanted: tuple[str, ...] = ()) -> list[Run]:
+def runs_of(suite: Suite, wanted: tuple[str, ...] = ()) -> list[Run]:
     """All runs of a suite whose names contain each of `wanted`."""
     runs = [
-        Run(suite, work["script"], work["env_id"], work["flags"], world_size, seed, work["variant"])
-        for work in SUITES[suite]
+        Run(suite.name, work["script"], work["env_id"], work["flags"], world_size, seed, work["variant"])
+        for work in suite.works
         for world_size, seeds in work["seeds"].items()
         for seed in seeds
     ]
@@ -102,16 +106,7 @@ def recorded(run: Run, results: Path) -> dict | None:
     return about if about.get("command") == run.shown else None
 
 
-def changed() -> bool:
-    """True where some source differs from the commit."""
-    try:
-        git = ["git", "status", "--porcelain", "*.py"]
-        return bool(subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout)
-    except OSError:  # no git: no commit either
-        return False
-
-
-def record(run: Run, run_dir: Path, results: Path, seconds: float, dirty: bool) -> None:
+def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     """Copy the curve and write the record beside it, last and in one step: it is what marks the run as done."""
     target = results / run.suite
     target.mkdir(parents=True, exist_ok=True)
@@ -122,15 +117,10 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float, dirty: bool) 
         writer = csv.DictWriter(file, RECORDED, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    about = {
-        "command": run.shown,
-        "commit": f"{config['commit']} and changes" if dirty else config["commit"],
-        "versions": config["versions"],
-        "device": config["device"],
-        "world_size": run.world_size,
-        "seed": run.seed,
-        "seconds": round(seconds, 1),
-    }
+    if config["changed"]:
+        shutil.copy(run_dir / "changes.diff", target / f"{run.name}.diff")
+    about = {"command": run.shown, "seed": run.seed, "seconds": round(seconds, 1)}
+    about |= {name: config[name] for name in KEPT}
     part = target / f"{run.name}.json.part"
     part.write_text(json.dumps(about, indent=2) + "\n")
     os.replace(part, target / f"{run.name}.json")
@@ -171,15 +161,22 @@ def clock(seconds: float | None) -> str:
 
 def main(args: Args) -> int:
     args = replace(args, results=args.results.resolve(), work=args.work.resolve())
-    runs = runs_of(args.suite, args.filter)
+    suite = suite_of(args.suite)
+    runs = runs_of(suite, args.filter)
     missing = [run for run in runs if not recorded(run, args.results)]
     if not runs:
-        print(f"--filter {' '.join(args.filter)}: no run's name contains that, such as {runs_of(args.suite)[0].name}")
-        return 2
+        example = runs_of(suite)[0].name
+        raise BadInput(f"--filter {' '.join(args.filter)}: no run's name contains that, such as {example}.")
+    twice = [run.name for run in runs if sum(other.name == run.name for other in runs) > 1]
+    if twice:
+        raise BadInput(f"SUITE {args.suite}: {twice[0]} is there twice; give the works variants.")
+    scripts = {run.script: next((x for x in (suite.folder, ROOT) if (x / run.script).is_file()), None) for run in runs}
+    for script, folder in scripts.items():
+        if folder is None:
+            raise BadInput(f"SUITE {args.suite}: {script} is not in {suite.folder}, nor in {ROOT}.")
     wide = [run for run in missing if run.world_size > args.cores]
     if wide and not args.dry_run:
-        print(f"--cores {args.cores}: {wide[0].name} needs {wide[0].world_size}; name more, or filter w1.")
-        return 2
+        raise BadInput(f"--cores {args.cores}: {wide[0].name} needs {wide[0].world_size}; name more, or filter w1.")
     if args.dry_run:
         for run in runs:
             print(run.shown if run in missing else f"{run.shown}  # recorded")
@@ -188,9 +185,9 @@ def main(args: Args) -> int:
     lock = open(args.work / "lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"--work {args.work}: another benchmark.run is using it; wait, or name another folder.")
-        return 2
+    except BlockingIOError as error:
+        fault = "another benchmark.run is using it; wait, or name another folder"
+        raise BadInput(f"--work {args.work}: {fault}.") from error
     stopped: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: stopped.append(number))
@@ -200,7 +197,8 @@ def main(args: Args) -> int:
             durations.setdefault(run.work, recorded(run, args.results)["seconds"])
     done, waiting, active, told, ending = len(runs) - len(missing), list(missing), {}, 0.0, False
     print(f"{len(runs)} runs, {done} of them recorded; {args.cores} ranks at once", flush=True)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = map(str, dict.fromkeys([suite.folder, Path.cwd(), ROOT]))  # a user's environments, then ours
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     while active or (waiting and not stopped):
         free = 0 if stopped else args.cores - sum(run.world_size for run in active)
         while run := next((run for run in waiting if run.world_size <= free), None):
@@ -209,31 +207,31 @@ def main(args: Args) -> int:
             run_dir = args.work / run.name
             for name in ("metrics.csv", "config.json"):  # of an unfinished one
                 (run_dir / name).unlink(missing_ok=True)
-            log, words, dirty = open(args.work / f"{run.name}.log", "w"), run.command(run_dir), changed()
+            log, words = open(args.work / f"{run.name}.log", "w"), run.command(run_dir)
+            words[words.index(run.script)] = str(scripts[run.script] / run.script)
             process = subprocess.Popen(
                 [sys.executable, *words[1:]],
-                cwd=ROOT,
                 env=env,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-            active[run] = (process, time.monotonic(), log, dirty)
+            active[run] = (process, time.monotonic(), log)
         time.sleep(0.2)
         if stopped and not ending:
             ending = True
             print(f"ending {len(active)} runs", flush=True)
             for process, *_ in active.values():
                 process.terminate()
-        for run, (process, start, log, dirty) in list(active.items()):
+        for run, (process, start, log) in list(active.items()):
             if process.poll() is None:
                 continue
             seconds, state = time.monotonic() - start, f"FAILED with code {process.returncode}"
             log.close()
             del active[run]
             if process.returncode == 0:
-                record(run, args.work / run.name, args.results, seconds, dirty)
+                record(run, args.work / run.name, args.results, seconds)
                 durations[run.work], state = seconds, "done"
                 done += 1
             elif ending:
@@ -256,5 +254,14 @@ def main(args: Args) -> int:
     return 128 + stopped[0] if stopped else 1 if failed else 0
 
 
+def or_say_why(main: Callable[[], int | None]) -> None:
+    """End with what `main` returns, or, for bad input, with one line and code 2."""
+    try:
+        sys.exit(main())
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    or_say_why(lambda: main(tyro.cli(Args)))

@@ -2,15 +2,16 @@
 
     python -m benchmark.scaling
     python -m benchmark.scaling --ranks 1 2 4 8 --repetitions 5
-    python -m benchmark.scaling --no-measure     # redraws what is recorded
+    python -m benchmark.scaling --no-measure --results benchmark/results/scaling.csv     # redraws what is recorded
 
-Each process adds as many environments, so the ideal is a straight line. Writes benchmark/results/scaling.csv, and from
-it benchmark/figures/scaling.svg and the README's table. Nothing else should run on the machine meanwhile.
+Each process adds as many environments, so the ideal is a straight line. Writes the measurements, and from them a figure
+and a table. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import csv
+import os
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 from benchmark.plot import save, with_table
 from benchmark.speed import ours
 from common.distributed import World
-from common.machine import environment_record
+from common.machine import processor
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 CARTPOLE, BREAKOUT = "--env-id CartPole-v1 --num-steps 128", "--env-id ALE/Breakout-v5 --clip-coef 0.1"
@@ -41,12 +42,12 @@ class Args:
     """interleaved repetitions"""
     measure: bool = True
     """no: only draw what is recorded"""
-    results: Path = Path("benchmark/results/scaling.csv")
+    results: Path = Path("runs/scaling.csv")
     """the measurements"""
-    figure: Path = Path("benchmark/figures/scaling.svg")
+    figure: Path = Path("runs/scaling.svg")
     """the figure"""
-    readme: Path = Path("README.md")
-    """whose table is renewed"""
+    readme: Path | None = None
+    """a file whose lines between <!-- scaling --> and <!-- end scaling --> become the table and the figure"""
 
     def __post_init__(self) -> None:
         if not self.ranks or self.ranks[0] != 1 or list(self.ranks) != sorted(set(self.ranks)):
@@ -58,7 +59,7 @@ class Args:
 def measure(args: Args) -> None:
     """Write a row per work, number of processes and repetition."""
     world = World(cuda=False)
-    device = f"{world.cores} cores of {environment_record(world)['device']}"
+    device = f"{world.cores} cores of {processor()['device']}"
     rows = []
     for name, (script, num_envs, flags, steps) in WORKS.items():
         for _ in range(args.repetitions):
@@ -99,9 +100,11 @@ def draw(args: Args) -> None:
     figure.suptitle(device, fontsize=9)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     save(figure, args.figure)
-    text = f"On {device}, one torch thread per process:\n\n{text}\n![scaling](benchmark/figures/scaling.svg)\n"
-    args.readme.write_text(with_table(args.readme.read_text(), "scaling", text))
+    text = f"On {device}, one torch thread per process:\n\n{text}"
     print(text)
+    if args.readme is not None:
+        text += f"\n![scaling]({os.path.relpath(args.figure, args.readme.parent)})\n"
+        args.readme.write_text(with_table(args.readme, "scaling", text))
 
 
 def main(args: Args) -> None:

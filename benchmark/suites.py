@@ -1,7 +1,24 @@
 """The benchmark runs as plain data: script, environment, exact flags, and the seeds at each world size.
 
 A `variant` tells two works of one script on one environment apart. `REFERENCES` are published returns, with source.
+A file of your own, such as my_suite.py, is a suite where it defines `SUITE`, a list of `work`s, and, if you like,
+`REFERENCES` and `SCALES` as here:
+
+    from benchmark.suites import work
+
+    SUITE = [
+        work("ppo_ddp.py", "CartPole-v1", f"--total-timesteps 100000 --learning-rate {x}", {1: (1, 2, 3)}, f"lr{x}")
+        for x in ("1e-3", "2.5e-4")
+    ]
 """
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.launch import BadInput
 
 ONE_TO_FIVE = {1: (1, 2, 3, 4, 5), 2: (1, 2)}  # world size: seeds
 ONE_TO_THREE = {1: (1, 2, 3)}
@@ -114,3 +131,30 @@ SCALES = {
     "ALE/Breakout-v5": (1.7, 415),
     "ALE/BeamRider-v5": (364, 1916),
 }
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    works: list[dict]
+    references: dict[tuple[str, str], tuple[float, float, int, str]]
+    scales: dict[str, tuple[float, float]]
+    folder: Path  # where its scripts are looked for first
+
+
+def suite_of(name: str) -> Suite:
+    """A suite from here, or from a file of a user's own. Raises `BadInput` for what is neither."""
+    root = Path(__file__).parent.parent
+    if name in SUITES:
+        return Suite(name, SUITES[name], REFERENCES, SCALES, root)
+    path = Path(name)
+    if path.suffix != ".py" or not path.is_file():
+        raise BadInput(f"SUITE {name}: must be one of {', '.join(SUITES)}, or a file of your own, such as my_suite.py.")
+    found = runpy.run_path(name)
+    works = found.get("SUITE")
+    if not isinstance(works, list) or not all(
+        isinstance(x, dict) and x.keys() == work(*4 * [""]).keys() for x in works
+    ):
+        raise BadInput(f"SUITE {name}: must define SUITE, a list of works; see benchmark/suites.py.")
+    own = (found.get("REFERENCES", {}), found.get("SCALES", {}))
+    return Suite(path.stem, works, REFERENCES | own[0], SCALES | own[1], path.absolute().parent)

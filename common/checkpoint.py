@@ -199,11 +199,11 @@ class Checkpoints:
                 self.logger.note(f"{fault} --resume would repeat the last part.")
 
 
-MACHINE = ("device", "threads", "versions")  # in a record: what roundings depend on
+MACHINE = ("device", "instructions", "arithmetic", "threads", "sources", "versions")  # what numbers depend on
 
 
 def machine(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"device": record["device"], "threads": record["threads"], **record["versions"]}
+    return {name: record.get(name) for name in MACHINE[:-1]} | record["versions"]
 
 
 def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[str, Any]) -> None:

@@ -23,10 +23,11 @@ from common.distributed import World
 from common.files import locked, write_whole
 from common.launch import BadInput, Fault
 from common.machine import environment_record
+from common.sources import source_files, source_record
 
 
 class Logger:
-    """Writes `config.json` and `metrics.csv`, prints progress, and sends the same rows to wandb if `args.track`.
+    """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to wandb if `args.track`.
 
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
     `global_step`. Raises `BadInput` for a directory that holds a run or cannot be written (--run-dir), and where wandb
@@ -50,7 +51,8 @@ class Logger:
         self.resumed = args.resume and self.config.exists()
         self.finished = self.resumed and (self.dir / "finished").exists()
         try:
-            environment = environment_record(world)
+            sources, self.changes = source_record(Path(file))
+            environment = environment_record(world) | sources
             self.record = {"script": script, "args": dataclasses.asdict(args)} | environment
             if self.resumed:
                 require_same_run(self.dir, self._recorded(), self.record)
@@ -73,6 +75,8 @@ class Logger:
     def begin(self) -> None:
         """Start config.json and metrics.csv, over those of a run that had come to no checkpoint."""
         write_whole(self.config, (json.dumps(self.record, indent=2) + "\n").encode())
+        if self.changes:
+            write_whole(self.dir / "changes.diff", self.changes.encode())
         self.load_state_dict({"metrics": ",".join(self.columns) + "\n", "wall": 0.0, "evaluated": 0.0})
 
     def _recorded(self) -> dict[str, Any]:
@@ -123,8 +127,8 @@ class Logger:
         if self.file is not None:
             self.file.close()
         with contextlib.suppress(OSError):
-            self.config.unlink(missing_ok=True)
-            self.path.unlink(missing_ok=True)
+            for path in (self.config, self.path, self.dir / "changes.diff"):
+                path.unlink(missing_ok=True)
         for folder in self.made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -153,8 +157,8 @@ class Logger:
             raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
         run.define_metric("*", step_metric="global_step")
         source = wandb.Artifact(f"source-{script}", type="source")
-        for path in (Path(file), *Path(__file__).parent.glob("*.py")):
-            source.add_file(str(path), name="/".join(path.absolute().parts[-1 if path == Path(file) else -2 :]))
+        for path in source_files(Path(file)):
+            source.add_file(str(path), name=path.name if path.stem == script else f"common/{path.name}")
         run.log_artifact(source)
         return run
 
@@ -183,7 +187,7 @@ class Logger:
         unknown = row.keys() - set(self.columns)
         assert not unknown, f"columns that the header lacks: {unknown}"
         self._write([repr(plain(row[column])) if column in row else "" for column in self.columns])
-        self.rows += 1
+        self.rows += row["global_step"] > 0
         if self.wandb is not None:
             self.wandb.log({"charts/SPS" if name == "time/SPS" else name: plain(x) for name, x in row.items()})
         self.latest |= row
@@ -209,9 +213,10 @@ class Logger:
         terminal, now = sys.stdout.isatty(), time.perf_counter()
         if not evaluation and now - self.last_line < (0.2 if terminal else 10.0):
             return
-        step, sps = self.latest["global_step"], self.latest.get("time/SPS", 0.0)
-        total = self.args.total_timesteps
-        parts = [f"{step:,} of {total:,} ({step / total:.0%})", f"{sps:,.0f} SPS"]
+        step, total = self.latest["global_step"], self.args.total_timesteps
+        parts = [f"{step:,} of {total:,} ({step / total:.0%})"]
+        if "time/SPS" in self.latest:
+            parts.append(f"{self.latest['time/SPS']:,.0f} SPS")
         if "charts/episodic_return" in self.latest:
             parts.append(f"return {self.latest['charts/episodic_return']:.1f}")
         if "eval/episodic_return" in self.latest:

@@ -48,28 +48,39 @@ def require_compiler(world: World) -> None:
         raise BadInput(f"--compile: needs {needed}.") from error
 
 
+# variables by which users and libraries choose the instructions that arithmetic takes
+ARITHMETIC = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+ARITHMETIC += ("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
+
+
+def processor() -> dict[str, Any]:
+    """The processor's exact model, and the instructions that it has and that arithmetic may use."""
+    about = {"device": platform.processor() or platform.machine(), "instructions": ""}
+    with contextlib.suppress(OSError):
+        with open("/proc/cpuinfo") as file:  # of the first processor: the others' lines come after a blank one
+            lines = [line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line]
+        found = {name.strip(): value.strip() for name, value in lines}
+        numbers = [f"{word} {found[name]}" for name, word in NUMBERS.items() if name in found]
+        about["device"] = ", ".join([found.get("model name", about["device"]), *numbers])
+        flags = found.get("flags", found.get("Features", "")).split()
+        about["instructions"] = " ".join(flag for flag in flags if flag.startswith(WIDE))
+    chosen = {name: os.environ[name] for name in ARITHMETIC if name in os.environ}
+    return about | {"arithmetic": {"torch": torch.backends.cpu.get_cpu_capability()} | chosen}
+
+
+NUMBERS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+WIDE = ("sse4", "avx", "fma", "amx", "asimd", "sve", "neon")
+
+
 def environment_record(world: World) -> dict[str, Any]:
-    """What a rerun would have to know: world size, command, versions, processor, and the commit if there is one."""
-    try:
-        git = ["git", "-C", os.path.dirname(os.path.abspath(sys.argv[0])), "rev-parse", "HEAD"]
-        answer = subprocess.run(git, capture_output=True, text=True)
-        commit = answer.stdout.strip() if answer.returncode == 0 else None
-    except OSError:
-        commit = None
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        cpu = models[0] if models else cpu
+    """What a rerun would have to know beside the code: world size, threads, command, versions, processor."""
+    about = processor()
+    if world.device.type == "cuda":
+        about["device"] = f"{torch.cuda.get_device_name(world.device)}; {about['device']}"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions["gymnasium"] = gymnasium.__version__
     for simulator in ("ale-py", "box2d", "minatar", "mujoco"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[simulator] = metadata.version(simulator)
-    return {
-        "world_size": world.world_size,
-        "threads": torch.get_num_threads(),
-        "command": shlex.join(sys.argv),
-        "versions": versions,
-        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu,
-        "commit": commit,
-    }
+    record = {"world_size": world.world_size, "threads": torch.get_num_threads(), "command": shlex.join(sys.argv)}
+    return record | {"versions": versions, **about}

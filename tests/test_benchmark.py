@@ -19,7 +19,8 @@ import ppo_ddp
 import sac_ddp
 from benchmark import plot, scaling
 from benchmark import run as runner
-from benchmark.suites import REFERENCES, SCALES, SUITES
+from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
+from common.launch import BadInput
 from runs import PATIENCE, ROOT, descendants, wait_until
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
@@ -52,7 +53,7 @@ def test_agreement_of_two_world_sizes_by_hand():
             [{"global_step": 100 * i, "eval/episodic_return": repr(x), "time/wall": wall} for i, x in enumerate(run, 1)]
             for run in returns
         ]
-        return plot.Curve(np.array([100, 200, 300]), np.array(returns), np.zeros((len(seeds), 3)), rows, seeds)
+        return plot.Curve(np.array([100, 200, 300]), np.array(returns), np.zeros((len(seeds), 3)), rows, seeds, (1,))
 
     one = curve([1, 2, 3], [[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]], 1.0)
     assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]], 2.0)) == "200 and 0; overlap"
@@ -63,7 +64,7 @@ def test_agreement_of_two_world_sizes_by_hand():
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_command_is_accepted(suite):
     """Each run of each suite parses and passes its script's own checks, and has a name of its own."""
-    runs = runner.runs_of(suite)
+    runs = runner.runs_of(suite_of(suite))
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
         command = run.command(Path("somewhere"))
@@ -78,28 +79,30 @@ def test_every_command_is_accepted(suite):
 
 
 TINY = """
-import sys
-from benchmark import run
-WANTED = tuple(sys.argv[1:])
-from benchmark.suites import SUITES, work
+from benchmark.suites import work
+
 short, long = "--eval-every 0 --num-steps 16 --total-timesteps", "--eval-every 0 --total-timesteps 200000"
-SUITES["tiny"] = [
+SUITE = [
     work("ppo_ddp.py", "CartPole-v1", f"{short} 640", {1: (1, 2)}),
     work("ppo_ddp.py", "CartPole-v1", long if LONG else f"{short} 1280", {1: (1, 2)}, "long"),
-    work("ppo_ddp.py", "NoSuchEnv-v0" if LONG else "CartPole-v1", f"{short} 64", {1: (3,)}),
+    work("ppo_ddp.py", "NoSuchEnv-v0" if LONG else "CartPole-v1", f"{short} 64", {1: (3,), 2: (3,)}, "short"),
 ]
-sys.exit(run.main(run.Args("tiny", filter=WANTED, cores=2, results=run.Path("results"), work=run.Path("work"))))
 """
+RUN = [sys.executable, "-m", "benchmark.run", "tiny.py", "--cores", "2", "--work", "work", "--results", "results"]
+
+
+def start_tiny(folder: Path, long: bool, *filters: str) -> subprocess.Popen:
+    (folder / "tiny.py").write_text(TINY.replace("LONG", str(long)))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([*RUN, "--filter", *filters], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     """SIGKILL while two of five runs go on: these end too; SIGINT while the next start runs them: they end at a
     boundary, and meanwhile a second runner is refused; the third start runs just them, and the one after them."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
     def start(long: bool) -> subprocess.Popen:
-        command = [sys.executable, "-c", TINY.replace("LONG", str(long))]
-        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+        return start_tiny(tmp_path, long, "w1")
 
     work, results = tmp_path / "work", tmp_path / "results" / "tiny"
     process = start(long=True)
@@ -119,9 +122,8 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     process = start(long=True)
     wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
     family = descendants(process)
-    second = start(long=True)
-    output, _ = second.communicate(timeout=PATIENCE)
-    assert second.returncode == 2 and "another benchmark.run is using it" in output
+    with pytest.raises(BadInput, match=f"--work {work}: another benchmark.run is using it"):
+        runner.main(runner.Args("classic", cores=2, results=tmp_path / "results", work=work))
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and output.count(" ended in ") == 2, output
@@ -151,24 +153,25 @@ def test_filter_dry_run_and_cores(tmp_path, capsys):
         f" --seed {seed} {flags} --run-dir runs/CartPole-v1__ppo_ddp__w2__s{seed}"
         for seed in (1, 2)
     ]
-    assert runner.main(runner.Args("classic", filter=wanted, cores=1, **folders)) == 2
-    assert "--cores 1: CartPole-v1__ppo_ddp__w2__s1 needs 2" in capsys.readouterr().out
-    assert runner.main(runner.Args("classic", filter=("w7",), **folders)) == 2
-    assert "--filter w7: no run's name contains that, such as CartPole-v1__ppo_ddp__w1__s1" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="--cores 1: CartPole-v1__ppo_ddp__w2__s1 needs 2"):
+        runner.main(runner.Args("classic", filter=wanted, cores=1, **folders))
+    with pytest.raises(
+        BadInput, match="--filter w7: no run's name contains that, such as CartPole-v1__ppo_ddp__w1__s1"
+    ):
+        runner.main(runner.Args("classic", filter=("w7",), **folders))
+    with pytest.raises(BadInput, match="SUITE nosuch: must be one of classic, exact, .*or a file of your own"):
+        runner.main(runner.Args("nosuch", **folders))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_run_is_reported_with_its_log(tmp_path):
     """Of one process, and of two, where torchrun's own report comes after the error."""
-    program = TINY.replace("LONG", "True").replace("{1: (3,)}", "{1: (3,), 2: (3,)}")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", program, "NoSuchEnv"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "NoSuchEnv-v0__ppo_ddp__w1__s3 FAILED with code 2" in done.stdout
-    assert "2 runs, 0 of them recorded" in done.stdout
+    process = start_tiny(tmp_path, True, "NoSuchEnv")
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and "NoSuchEnv-v0__ppo_ddp-short__w1__s3 FAILED with code 2" in output
+    assert "2 runs, 0 of them recorded" in output
     for size in (1, 2):
-        report = done.stdout.split(f"NoSuchEnv-v0__ppo_ddp__w{size}__s3 failed; the end of ")[1].split("\n\n")[0]
+        report = output.split(f"NoSuchEnv-v0__ppo_ddp-short__w{size}__s3 failed; the end of ")[1].split("\n\n")[0]
         assert "    error: --env-id NoSuchEnv-v0" in report
 
 

@@ -17,8 +17,9 @@ from runs import assert_close, finish, run, start
 SMALL = "--num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 4 --save-model"
 
 
-@pytest.mark.parametrize("script, steps", [("ppo_ddp.py", 120_000), ("ppg_ddp.py", 80_000)])
-@pytest.mark.parametrize("seed, world_size", [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "script, steps, seed, world_size", [("ppo_ddp.py", 120_000, 1, 1), ("ppg_ddp.py", 80_000, 2, 2)]
+)
 def test_cartpole_is_solved(script, steps, seed, world_size, tmp_path):
     """With default flags but the budget, an evaluation of 20 episodes reaches 475."""
     flags = f"--seed {seed} --total-timesteps {steps} --eval-every 10000 --stop-at-return 475"

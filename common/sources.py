@@ -1,0 +1,44 @@
+"""The code that runs: its commit, its digest, and in what it differs from the commit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from common.files import hashing
+
+
+def source_files(script: Path) -> list[Path]:
+    """A script and the files of `common/`, absolute."""
+    return [script.absolute(), *sorted(Path(__file__).absolute().parent.glob("*.py"))]
+
+
+def git(folder: Path, *words: str | Path) -> str | None:
+    """What `git` prints in a folder; None without git, or where it is no repository."""
+    try:
+        done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, errors="replace")
+    except OSError:
+        return None
+    return done.stdout if done.returncode < 2 else None  # 1: `git diff --no-index` found a difference
+
+
+def source_record(script: Path) -> tuple[dict[str, Any], str]:
+    """The commit (None without git), whether sources differ from it, their digest -> and the difference, as git's.
+
+    A file that the commit lacks, ignored ones too, differs from it in all its lines.
+    """
+    files, digest = source_files(script), hashing()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    record = {"commit": None, "changed": None, "sources": digest.hexdigest()}
+    commit = git(script.absolute().parent, "rev-parse", "--verify", "--quiet", "HEAD")
+    if not commit:
+        return record, ""
+    difference = ""
+    for folder in dict.fromkeys(path.parent for path in files):
+        here = [path for path in files if path.parent == folder]
+        difference += git(folder, "diff", "HEAD", "--", *here) or ""
+        for name in (git(folder, "ls-files", "--others", "-z", "--", *here) or "").split("\0")[:-1]:
+            difference += git(folder, "diff", "--no-index", "--", "/dev/null", name) or ""
+    return record | {"commit": commit.strip(), "changed": bool(difference)}, difference
