@@ -162,13 +162,13 @@ def panels(curves: dict[tuple[str, int], Curve]) -> list[list[tuple[str, Curve]]
     return found
 
 
-def limits(curves: Iterable[Curve], low: float | None) -> tuple[float, float]:
+def limits(curves: Iterable[Curve], low: float | None, references: list[float]) -> tuple[float, float]:
     """The returns that an axis shows: from a random agent's, where it is known, to the highest.
 
     Otherwise from the lowest hundredth on: a curve may come from far below.
     """
     middles = np.concatenate([interquartile_mean(curve.returns, 0) for curve in curves])
-    top = max(interval([curve.returns])[1].max() for curve in curves)
+    top = max([*references, *(interval([curve.returns])[1].max() for curve in curves)])
     bottom = np.percentile(middles, 1) if low is None else low
     margin = 0.04 * (top - bottom) or 1.0
     return bottom - margin, top + margin
@@ -177,9 +177,11 @@ def limits(curves: Iterable[Curve], low: float | None) -> tuple[float, float]:
 def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: Suite, path: Path) -> None:
     """Returns against transitions, and against wall time; a row of axes for each number of processes."""
     rows, colour = panels(curves), colours({script for script, _ in curves})
-    figure = Figure(figsize=(8, 0.4 + 2.9 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(10, 0.4 + 2.6 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), 2, squeeze=False, sharex="col")
-    bottom, top = limits(curves.values(), suite.scales.get(env_id, (None,))[0])
+    known = {script: suite.references.get((f"{script}.py", env_id)) for script in colour}
+    known = {script: reference for script, reference in known.items() if reference}
+    bottom, top = limits(curves.values(), suite.scales.get(env_id, (None,))[0], [x[0] for x in known.values()])
     for row, chosen in zip(axes, rows, strict=True):
         for script, curve in chosen:
             middle, (low, high) = interquartile_mean(curve.returns, 0), interval([curve.returns])
@@ -188,17 +190,13 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
             for axis, x in zip(row, (curve.steps / 1000, curve.minutes.mean(0)), strict=True):
                 axis.plot(x, middle, label=label, color=colour[script], linewidth=1.5)
                 axis.fill_between(x, low, high, color=colour[script], alpha=0.15, linewidth=0)
-        references = sorted(
-            (suite.references[key][0], suite.references[key][2:], script)
-            for script, _ in chosen
-            if (key := (f"{script}.py", env_id)) in suite.references
-        )
+        references = sorted((known[script][0], known[script][2:], script) for script, _ in chosen if script in known)
         while references:  # those that would be printed over each other share a line
             near = [x for x in references if x[0] - references[0][0] < 0.02 * (top - bottom)]
             references = references[len(near) :]
             shown = colour[near[0][2]] if len(near) == 1 else "grey"
             label = "\n".join(
-                f"{script}: {value:g} at {steps / 1e6:g} M, {source}" for value, (steps, source), script in near
+                f"{script}: {value:g} at {steps / 1e6:g} M,\n{source}" for value, (steps, source), script in near
             )
             row[0].axhline(np.mean([x[0] for x in near]), color=shown, linestyle="--", linewidth=1, label=label)
         below = [script for script, curve in chosen if interquartile_mean(curve.returns, 0).min() < bottom]
@@ -207,7 +205,8 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
         row[1].set(title="the same against time", ylim=(bottom, top))
         if below:
             row[0].annotate(f"from below: {', '.join(below)}", (0.02, 0.02), xycoords="axes fraction", fontsize=7)
-        row[1].legend(*row[0].get_legend_handles_labels(), loc="lower right", fontsize=6.5, framealpha=0.8)
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # beside the axes
+        row[1].legend(*row[0].get_legend_handles_labels(), **place, frameon=False, fontsize=7)
     axes[-1][0].set(xlabel="environment transitions (thousands)")
     axes[-1][1].set(xlabel="wall time (minutes), other runs beside it")
     for axis in axes.flat:
@@ -215,51 +214,49 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
     save(figure, path)
 
 
-def draw_aggregate(suite: Suite, curves: dict[tuple[str, str, int], Curve], path: Path) -> None:
-    """Scaled returns over all environments that have a scale: along the budget, and their profile at its end.
-
-    Scripts that were run in the same environments with the same budgets share a row of axes; others have their own.
-    """
-    smallest: dict[str, dict[str, Curve]] = defaultdict(dict)  # by script: at its smallest world size, by environment
+def aggregates(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> dict[tuple[str, ...], dict]:
+    """Sets of at least two environments with a scale -> script -> environment -> the curve of its fewest processes."""
+    fewest: dict[str, dict[str, Curve]] = defaultdict(dict)
     for (env_id, script, _), curve in sorted(curves.items(), reverse=True):
         if env_id in suite.scales:
-            smallest[script][env_id] = curve
-    rows: dict[tuple, list[str]] = defaultdict(list)
-    for script, by_env in sorted(smallest.items()):
-        rows[tuple(sorted((env_id, curve.steps[-1]) for env_id, curve in by_env.items()))].append(script)
-    figure = Figure(figsize=(8, 0.7 + 2.7 * len(rows)), layout="constrained")
-    axes, colour = figure.subplots(len(rows), 2, squeeze=False, sharex="col"), colours({s for _, s, _ in curves})
-    levels = np.linspace(0, 1.2, 121)
-    for row, (works, scripts) in zip(axes, rows.items(), strict=True):
-        for script in scripts:
+            fewest[script][env_id] = curve
+    sets: dict[tuple[str, ...], dict] = defaultdict(dict)
+    for script, by_env in sorted(fewest.items()):
+        if len(by_env) > 1:
+            sets[tuple(sorted(by_env))][script] = by_env
+    return sets
+
+
+def draw_aggregate(sets: dict[tuple[str, ...], dict], suite: Suite, path: Path) -> None:
+    """Scaled returns along the budget, and their profile at its end: a row of axes for each set of environments."""
+    figure = Figure(figsize=(10, 0.4 + 2.8 * len(sets)), layout="constrained")
+    axes = figure.subplots(len(sets), 2, squeeze=False, sharex="col")
+    colour, levels = colours({script for scripts in sets.values() for script in scripts}), np.linspace(0, 1.2, 121)
+    for row, (environments, scripts) in zip(axes, sets.items(), strict=True):
+        for script, by_env in scripts.items():
             scaled, final = [], []
-            first = max(curve.steps[0] / curve.steps[-1] for curve in smallest[script].values())
-            part = np.linspace(first, 1, 51)
-            for env_id, curve in smallest[script].items():
+            part = np.linspace(max(curve.steps[0] / curve.steps[-1] for curve in by_env.values()), 1, 51)
+            for env_id, curve in by_env.items():
                 low, high = suite.scales[env_id]
                 x = (curve.returns - low) / (high - low)
                 final.append((curve.final - low) / (high - low))
                 scaled.append(np.array([np.interp(part * curve.steps[-1], curve.steps, run) for run in x]))
             middle, (low, high) = interquartile_mean(np.concatenate(scaled), 0), interval(scaled)
-            row[0].plot(100 * part, middle, color=colour[script], label=script)
+            budgets = "\n".join(f"  {name}: {by_env[name].steps[-1] / 1e6:.2g} M" for name in environments)
+            row[0].plot(100 * part, middle, color=colour[script], label=f"{script}, budgets:\n{budgets}")
             row[0].fill_between(100 * part, low, high, color=colour[script], alpha=0.15, linewidth=0)
             row[1].plot(levels, [np.mean([(runs > x).mean() for runs in final]) for x in levels], color=colour[script])
-        title = ", ".join(f"{env_id.removeprefix('MinAtar/')} {steps / 1e6:.2g} M" for env_id, steps in works)
-        row[0].set_title(title, fontsize=8)
-        row[0].set(ylabel="scaled return", ylim=(-0.1, 1.2))
+        row[0].set(ylabel="scaled return, interquartile mean", ylim=(-0.1, 1.2))
         row[1].set(ylabel="runs above it (part)", ylim=(-0.03, 1.03))
-        row[0].legend(loc="lower right", fontsize=7, framealpha=0.8)
-    axes[-1][0].set(xlabel="part of the budget (%), interquartile mean")
+        ends = [f"{name}: {suite.scales[name][0]:g} and {suite.scales[name][1]:g}" for name in environments]
+        handles, labels = row[0].get_legend_handles_labels()
+        title = "0 and 1 are returns of\n" + "\n".join(ends)
+        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "alignment": "left"}  # beside the axes
+        row[1].legend(handles, labels, title=title, **place, frameon=False, fontsize=7, title_fontsize=7)
+    axes[-1][0].set(xlabel="part of the budget (%)")
     axes[-1][1].set(xlabel="scaled final return")
     for axis in axes.flat:
         axis.grid(alpha=0.3, linewidth=0.5)
-    shown = sorted({env_id for by_env in smallest.values() for env_id in by_env})
-    ends = [
-        f"{env_id.removeprefix('MinAtar/')} {suite.scales[env_id][0]:g} and {suite.scales[env_id][1]:g}"
-        for env_id in shown
-    ]
-    lines = ["; ".join(ends[at : at + 4]) for at in range(0, len(ends), 4)]
-    figure.supxlabel("0 and 1 are returns of: " + "\n".join(lines), fontsize=7)
     figure.suptitle(f"suite {suite.name}", fontsize=9)
     save(figure, path)
 
@@ -344,9 +341,9 @@ def main(args: Args) -> None:
         chosen = {(script, size): curve for (env, script, size), curve in curves.items() if env == env_id}
         names.append(env_id.replace("/", "-").replace(":", "-"))
         draw_environment(env_id, chosen, suite, folder / f"{names[-1]}.svg")
-    if any(env_id in suite.scales for env_id, _, _ in curves):
+    if sets := aggregates(curves, suite):
         names.append("all")
-        draw_aggregate(suite, curves, folder / "all.svg")
+        draw_aggregate(sets, suite, folder / "all.svg")
     text = table(curves, suite)
     print(text)
     print(f"drew {len(curves)} curves of {suite.name} in {folder}")

@@ -96,6 +96,7 @@ def test_what_is_not_finite_is_named_where_it_arises(module, where, tmp_path):
     args = {
         "env_id": f"tests.envs:Pendulum-{where}-{value}-v0",
         "total_timesteps": 8192,
+        "eval_every": 0,
         "run_dir": str(tmp_path / "a"),
     }
     what = {"reward": "a reward", "observation": "an observation", "last": "its last observation"}[where]
@@ -109,7 +110,7 @@ def test_what_is_not_finite_is_named_where_it_arises(module, where, tmp_path):
 
 def test_a_rank_that_is_alone_with_a_number_that_is_not_finite_says_it(tmp_path):
     """Said once, with the environment's global index, and the other rank ends too."""
-    flags = f"--env-id tests.envs:Pendulum-reward-nan-v0 {LONG} --run-dir {tmp_path / 'run'}"
+    flags = f"--env-id tests.envs:Pendulum-reward-nan-v0 {LONG} --eval-every 0 --run-dir {tmp_path / 'run'}"
     run = finish(start("ppo_ddp.py", 2, flags), tmp_path)
     assert run.code == 1 and len(re.findall(r"environment \d, its step 7: a reward is not finite", run.err)) == 1
 

@@ -90,7 +90,7 @@ def test_continuous_actions_are_of_their_space(script, tmp_path):
     if script == "sac_ddp.py":
         flags = "--learning-starts 50 --batch-size 8 --total-timesteps 200 --eval-every 100 --eval-episodes 4"
     result = run(script, 1, f"{flags} --env-id tests.envs:Strict-v0", tmp_path / "run")
-    assert len(result.column("eval/episodic_return")) == 2
+    assert len(result.column("eval/episodic_return")) == 3
 
 
 def test_atari_runs_on_two_ranks(tmp_path):

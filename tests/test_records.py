@@ -1,0 +1,233 @@
+"""What ran is what is recorded; two runs are compared to the byte; a suite of one's own touches nothing else."""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ppo_ddp
+from benchmark import compare, plot
+from common.launch import BadInput
+from common.machine import processor
+from common.sources import source_record
+from runs import PATIENCE, ROOT
+
+SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "eval_every": 160}
+SMALL |= {"eval_episodes": 2, "cuda": False, "save_model": True}
+
+
+def git(folder: Path, *words: str) -> None:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run(["git", "-C", folder, *identity, *words], check=True, capture_output=True)
+
+
+def test_the_difference_from_the_commit_is_kept(tmp_path):
+    """Of a changed script, of one that the commit lacks, of none; and a digest where there is no commit."""
+    script = tmp_path / "there" / "mine.py"
+    script.parent.mkdir()
+    script.write_text("x = 1\n")
+    none, difference = source_record(script)
+    assert none["commit"] is None and none["changed"] is None and difference == ""
+    git(script.parent, "init", "-q")
+    git(script.parent, "commit", "-q", "--allow-empty", "-m", "empty")
+    lacking, difference = source_record(script)
+    assert lacking["changed"] and "+x = 1" in difference and "mine.py" in difference
+    git(script.parent, "add", "mine.py")
+    git(script.parent, "commit", "-q", "-m", "mine")
+    ours = source_record(ROOT / "ppo_ddp.py")[1].count("common/")  # a working copy that is being edited
+    clean, difference = source_record(script)
+    assert len(clean["commit"]) == 40 and "mine.py" not in difference and clean["changed"] == bool(ours)
+    script.write_text("x = 2\n")
+    changed, difference = source_record(script)
+    assert changed["changed"] and "-x = 1\n+x = 2\n" in difference and changed["commit"] == clean["commit"]
+    assert changed["sources"] != clean["sources"] == lacking["sources"] == none["sources"]
+
+
+def test_a_run_keeps_what_ran(tmp_path, monkeypatch):
+    """Processor, instructions and what chooses among them, threads, commit; and the difference beside it."""
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setattr("common.logger.source_record", lambda path: ({"commit": "c", "changed": True}, "-a\n+b\n"))
+    ppo_ddp.main(ppo_ddp.Args(**SMALL, run_dir=str(tmp_path / "run")))
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["commit"] == "c" and (tmp_path / "run" / "changes.diff").read_text() == "-a\n+b\n"
+    assert config["arithmetic"] == {"torch": torch.backends.cpu.get_cpu_capability(), "MKL_CBWR": "COMPATIBLE"}
+    assert config["device"] == processor()["device"] and config["threads"] == 1
+    if Path("/proc/cpuinfo").exists():
+        assert "model" in config["device"] and "sse4" in config["instructions"]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("a", 1), ("again", 1), ("other", 2)):
+        ppo_ddp.main(ppo_ddp.Args(**SMALL, seed=seed, run_dir=str(folder / name)))
+    return folder
+
+
+def told(capsys, a: Path, b: Path) -> tuple[int, str]:
+    code = compare.main(compare.Args(a, b))
+    return code, capsys.readouterr().out
+
+
+def test_the_same_bytes(recorded, capsys):
+    code, said = told(capsys, recorded / "a", recorded / "again")
+    assert code == 0 and said.startswith("the same bytes: 13 rows, and the tensors of model.pt\n")
+    assert "their records do not differ" in said
+
+
+def test_two_seeds_part_at_once(recorded, capsys):
+    code, said = told(capsys, recorded / "a", recorded / "other")
+    assert code == 1 and "they part in row 1, step 0: eval/episodic_return is " in said
+    assert "model.pt: agent." in said and "\n    args.seed: 1 against 2\n" in said
+
+
+def changed_copy(recorded: Path, folder: Path, row: int, name: str, change) -> Path:
+    """A run with one cell changed."""
+    shutil.copytree(recorded / "a", folder)
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    rows[row][name] = change(rows[row][name])
+    with open(folder / "metrics.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder
+
+
+def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
+    """With the step, the column and by how much; and how far a thousandth goes."""
+    b = changed_copy(recorded, tmp_path / "b", 4, "losses/value_loss", lambda x: repr(float(x) * (1 + 1e-6)))
+    code, said = told(capsys, recorded / "a", b)
+    assert code == 1 and "they part in row 5, step 128: losses/value_loss is " in said and ", 1.0e-06 of it\n" in said
+    assert "all columns agree to 0.001 as far as both go" in said and "model.pt" not in said
+    c = changed_copy(recorded, tmp_path / "c", 4, "losses/value_loss", lambda x: repr(float(x) * 2))
+    assert "all columns agree to 0.001 up to step 96\n" in told(capsys, recorded / "a", c)[1]
+    d = changed_copy(recorded, tmp_path / "d", 4, "time/wall", lambda x: "9")
+    assert told(capsys, recorded / "a", d)[0] == 0
+
+
+def test_a_file_that_is_cut_off_is_told(recorded, tmp_path, capsys):
+    b = shutil.copytree(recorded / "a", tmp_path / "b")
+    content = (b / "metrics.csv").read_bytes()
+    (b / "metrics.csv").write_bytes(content[:-9])
+    code, said = told(capsys, recorded / "a", b)
+    assert code == 1 and "ends at step 320, " in said and "(13 rows against 12)" in said
+    assert said.count("its last line is cut off") == 1 and "they part" not in said
+    (b / "metrics.csv").write_bytes(b"")
+    with pytest.raises(BadInput, match="metrics.csv: holds no whole row"):
+        compare.load(b)
+    with pytest.raises(BadInput, match="nowhere: is no run directory and no recorded curve"):
+        compare.load(tmp_path / "nowhere")
+
+
+def test_a_row_before_learning_that_only_one_has_is_left_out(recorded, tmp_path, capsys):
+    b = shutil.copytree(recorded / "a", tmp_path / "b")
+    lines = (b / "metrics.csv").read_text().splitlines(True)
+    assert lines[1].startswith("0,")
+    (b / "metrics.csv").write_text("".join([lines[0], *lines[2:]]))
+    assert told(capsys, recorded / "a", b)[0] == 0
+
+
+def test_the_row_before_learning_changes_no_other(tmp_path, recorded):
+    """The rows of a run without evaluations are those of one with."""
+    ppo_ddp.main(ppo_ddp.Args(**SMALL | {"eval_every": 0}, run_dir=str(tmp_path / "b")))
+    with_, without = (compare.load(path).rows for path in (recorded / "a", tmp_path / "b"))
+    names = [name for name in without[0] if not name.startswith("time/")]
+    updates = [row for row in with_ if row["losses/policy_loss"]]
+    assert [[row[name] for name in names] for row in updates] == [[row[name] for name in names] for row in without]
+    assert with_[0]["global_step"] == "0" and with_[0]["eval/episodes"] == "2" and not with_[0]["losses/policy_loss"]
+
+
+OWN = """
+from benchmark.suites import work
+
+SUITE = [
+    work(script, "CartPole-v1", f"{flags} --eval-every 64 --eval-episodes 2", {1: (1, 2)}, variant)
+    for script, flags, variant in (
+        ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192", ""),
+        ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192 --learning-rate 1e-3", "fast"),
+        ("my_ppo.py", "--num-steps 16 --total-timesteps 192", ""),
+    )
+]
+"""
+
+
+def test_a_suite_of_ones_own(tmp_path):
+    """In an empty folder: run, compared, drawn and tabled; only what is named is written."""
+    (tmp_path / "own.py").write_text(OWN)
+    shutil.copy(ROOT / "ppo_ddp.py", tmp_path / "my_ppo.py")
+    (tmp_path / "README.md").write_text("mine\n<!-- own -->\n<!-- end own -->\nmine too\n")
+
+    def python(*words: str) -> subprocess.CompletedProcess:
+        env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
+
+    done = python("benchmark.run", "own.py", "--cores", "2", "--filter", "my_ppo")
+    assert done.returncode == 0 and "2 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
+    done = python("benchmark.run", "own.py", "--cores", "2")
+    assert done.returncode == 0 and "6 runs, 2 of them recorded" in done.stdout, done.stdout + done.stderr
+    record = json.loads((tmp_path / "benchmark/results/own/CartPole-v1__my_ppo__w1__s1.json").read_text())
+    assert record["command"].startswith("python my_ppo.py --env-id CartPole-v1 --seed 1 ") and record["instructions"]
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    done = python("benchmark.plot", "own.py")
+    assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 3, done.stdout + done.stderr
+    assert "| my_ppo | 1 |" in done.stdout and "| ppo-fast | 1 |" in done.stdout
+    new = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path not in before)
+    assert [str(path.relative_to(tmp_path)) for path in new] == ["benchmark/figures/own/CartPole-v1.svg"]
+    assert python("benchmark.plot", "own.py", "--readme", "README.md").returncode == 0
+    assert (tmp_path / "README.md").read_text().startswith("mine\n<!-- own -->\n| environment | script |")
+    assert (
+        "](benchmark/figures/own/CartPole-v1.svg)\n<!-- end own -->\nmine too\n" in (tmp_path / "README.md").read_text()
+    )
+
+
+def test_a_readme_without_the_markers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "README.md").write_text("nothing of it")
+    args = plot.Args("minatar", figures=tmp_path / "figures", readme=tmp_path / "README.md")
+    with pytest.raises(BadInput, match="--readme .*: must be a file with a line <!-- minatar --> and, after it, "):
+        plot.main(args)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
+    """Computed from the files: one process and two, where all seeds' rows are the same."""
+    (tmp_path / "pair.py").write_text(
+        "from benchmark.suites import work\n"
+        'SUITE = [work("ppo_ddp.py", "CartPole-v1", "--shards 2", {1: (1, 2), 2: (1, 2)})]\n'
+    )
+    suite = plot.suite_of(str(tmp_path / "pair.py"))
+    folder = tmp_path / "results" / "pair"
+    folder.mkdir(parents=True)
+
+    def write(changed: str) -> dict:
+        for run in plot.runs_of(suite):
+            rows = [(64 * i, i * run.seed, changed if run.world_size == 2 and i == 3 else i, i) for i in range(1, 5)]
+            lines = ["global_step,eval/episodic_return,charts/episodes,time/wall"]
+            lines += [",".join(map(str, row[:3])) + f",{row[3] * run.world_size}" for row in rows]
+            (folder / f"{run.name}.csv").write_text("\n".join(lines) + "\n")
+            (folder / f"{run.name}.json").write_text(json.dumps({"command": run.shown}))
+        return plot.load(suite, tmp_path / "results")
+
+    same = write("3")
+    assert [curve.processes for curve in same.values()] == ["1 and 2 processes, the same bytes"]
+    assert "| ppo | 1 and 2 | " in plot.table(same, suite) and "| the same bytes |" in plot.table(same, suite)
+    other = write("3.0")
+    assert [curve.processes for curve in other.values()] == ["1 process", "2 processes"]
+    assert "the same bytes" not in plot.table(other, suite)
+
+
+def test_six_lines_an_axes_at_most():
+    """Each number of processes has a row of its own, and as many rows as its lines need."""
+    curves = {(f"script{i}", size): f"{i} {size}" for i in range(7) for size in (1, 2)}
+    rows = plot.panels(curves)
+    assert [len(row) for row in rows] == [6, 1, 6, 1]
+    assert sorted(curve for row in rows for _, curve in row) == sorted(curves.values())
+    shown = plot.colours([f"script{i}" for i in range(6)] + ["ppo_ddp"])
+    assert len(set(shown.values())) == 7 and shown["ppo_ddp"] == plot.COLOURS["ppo_ddp"]
