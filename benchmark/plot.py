@@ -204,7 +204,8 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
         row[0].set(ylabel="return of evaluation episodes", title=title, ylim=(bottom, top))
         row[1].set(title="the same against time", ylim=(bottom, top))
         if below:
-            row[0].annotate(f"from below: {', '.join(below)}", (0.02, 0.02), xycoords="axes fraction", fontsize=7)
+            place = {"xy": (0.99, 0.02), "xycoords": "axes fraction", "ha": "right"}
+            row[0].annotate(f"from below the axis: {', '.join(below)}", **place, fontsize=7)
         place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # beside the axes
         row[1].legend(*row[0].get_legend_handles_labels(), **place, frameon=False, fontsize=7)
     axes[-1][0].set(xlabel="environment transitions (thousands)")

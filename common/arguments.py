@@ -46,7 +46,7 @@ class RunArgs:
     vectorization: Literal["sync", "async"] = "sync"
     """async: a process for each environment, those of evaluation too, if slow; Atari always uses its own threads"""
     eval_every: Period = 50_000
-    """evaluate at each multiple of so many transitions (all ranks), and at the end; 0: never"""
+    """evaluate before learning, at each multiple of so many transitions (all ranks), and at the end; 0: never"""
     eval_episodes: Count = 20
     """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
     stop_at_return: Return | None = None

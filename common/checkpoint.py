@@ -134,7 +134,7 @@ class Checkpoints:
             before, now = (machine(record) for record in (manifest["record"], self.logger.record))
             changes = [f"{name} {x}, before {before.get(name)}" for name, x in now.items() if x != before.get(name)]
             if changes:
-                self.logger.note(f"no longer the same bytes as without a stop: {'; '.join(changes)}")
+                self.logger.continued(self.global_step, changes)
 
     def write(self, global_step: int) -> None:
         """Write a checkpoint, after which all environments are to start anew; where it fails, say so and go on.

@@ -79,6 +79,16 @@ class Logger:
             write_whole(self.dir / "changes.diff", self.changes.encode())
         self.load_state_dict({"metrics": ",".join(self.columns) + "\n", "wall": 0.0, "evaluated": 0.0})
 
+    def continued(self, global_step: int, changes: list[str]) -> None:
+        """Say what is not as it was before a checkpoint, and add it to config.json, a change of sources beside it."""
+        self.note(f"no longer the same bytes as without a stop: {'; '.join(changes)}")
+        record = self._recorded()
+        parts = {"global_step": global_step, "commit": self.record["commit"], "changes": changes}
+        record["continued"] = [*record.get("continued", []), parts]
+        write_whole(self.config, (json.dumps(record, indent=2) + "\n").encode())
+        if self.changes:
+            write_whole(self.dir / f"changes-{global_step}.diff", self.changes.encode())
+
     def _recorded(self) -> dict[str, Any]:
         try:
             return json.loads(self.config.read_bytes())

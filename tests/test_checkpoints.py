@@ -244,13 +244,18 @@ def test_what_another_run_left_is_refused(name, change, said, interrupted, tmp_p
     os.close(locked(run_dir))  # and it is free again
 
 
-def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd):
+def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd, monkeypatch):
+    """Once, and it is kept, with the difference of the sources that go on."""
     run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    monkeypatch.setattr("common.logger.source_record", lambda path: ({"commit": "c", "sources": "s"}, "+y\n"))
     for path in (run_dir / "checkpoints").iterdir():
         rewrite(path / "manifest.json", lambda x: x["record"].update(device="an abacus"))
     continued(ppo_ddp, run_dir, timeout=100.0, save_model=True, check_sync_every=16)
     told = [line for line in capfd.readouterr().out.splitlines() if "no longer the same bytes" in line]
     assert len(told) == 1 and "before an abacus" in told[0] and "threads" not in told[0]
+    (kept,) = json.loads((run_dir / "config.json").read_text())["continued"]
+    assert kept["global_step"] == 64 and kept["commit"] == "c" and "before an abacus" in kept["changes"][0]
+    assert "sources s, before " in told[0] and (run_dir / "changes-64.diff").read_text() == "+y\n"
     assert (run_dir / "model.pt").exists() and rows(run_dir) == interrupted[1][ppo_ddp]
     assert FREE < {*RunArgs.__annotations__} and not FREE & {"seed", "shards", "checkpoint_every", "eval_every"}
 
