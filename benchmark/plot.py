@@ -230,7 +230,7 @@ def aggregates(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> dict[
 
 def draw_aggregate(sets: dict[tuple[str, ...], dict], suite: Suite, path: Path) -> None:
     """Scaled returns along the budget, and their profile at its end: a row of axes for each set of environments."""
-    figure = Figure(figsize=(10, 0.4 + 2.8 * len(sets)), layout="constrained")
+    figure = Figure(figsize=(10.5, 0.4 + 2.8 * len(sets)), layout="constrained")
     axes = figure.subplots(len(sets), 2, squeeze=False, sharex="col")
     colour, levels = colours({script for scripts in sets.values() for script in scripts}), np.linspace(0, 1.2, 121)
     for row, (environments, scripts) in zip(axes, sets.items(), strict=True):
@@ -243,7 +243,7 @@ def draw_aggregate(sets: dict[tuple[str, ...], dict], suite: Suite, path: Path) 
                 final.append((curve.final - low) / (high - low))
                 scaled.append(np.array([np.interp(part * curve.steps[-1], curve.steps, run) for run in x]))
             middle, (low, high) = interquartile_mean(np.concatenate(scaled), 0), interval(scaled)
-            budgets = "\n".join(f"  {name}: {by_env[name].steps[-1] / 1e6:.2g} M" for name in environments)
+            budgets = "\n".join(f" {name}: {by_env[name].steps[-1] / 1e6:.2g} M" for name in environments)
             row[0].plot(100 * part, middle, color=colour[script], label=f"{script}, budgets:\n{budgets}")
             row[0].fill_between(100 * part, low, high, color=colour[script], alpha=0.15, linewidth=0)
             row[1].plot(levels, [np.mean([(runs > x).mean() for runs in final]) for x in levels], color=colour[script])

@@ -1,9 +1,9 @@
 """Runs a script in float64 and, if asked, with a fault on one rank: `python launcher.py SCRIPT ...`.
 
 Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@COUNT: at that rank's so-manieth gather;
-`write`: within the so-manieth file that it writes of checkpoints), LOCKSTEP_NOTE (a file that is made when a hang
-begins), LOCKSTEP_GRACE (seconds from a signal to the end), LOCKSTEP_FSIZE (bytes after which a file takes no more, as
-on a full disk).
+`write`: within the so-manieth file that it writes of checkpoints; `rows`: everywhere), LOCKSTEP_NOTE (a file that is
+made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end), LOCKSTEP_FSIZE (bytes after which a file
+takes no more, as on a full disk).
 """
 
 import importlib
@@ -13,9 +13,10 @@ import signal
 import sys
 import time
 
+import numpy as np
 import torch
 
-from common import checkpoint, distributed, watchdog
+from common import acting, checkpoint, distributed, watchdog
 from common.launch import BadInput, launch
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
@@ -86,8 +87,31 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
             raise BadInput("--env-id refused on purpose")
 
         module.open_environments = refuse
+    if kind == "rows":  # a layer's result for one row depends on how many there are, as it may on some processor
+        depend_on_rows()
     if kind == "bare":  # the loss computed outside the wrapper
         module.DDP = lambda loss, **_: loss
+
+
+def depend_on_rows() -> None:
+    """Change every layer's results by a millionth for each row that it is given, those of numpy copies too."""
+
+    def changed(function, axis: int):
+        def replacement(x, y, *rest):  # a layer and its input, or a bias and the input that follows it
+            return function(x, y, *rest) * (1 + 1e-6 * y.shape[axis])
+
+        return replacement
+
+    for layer in (torch.nn.Linear, torch.nn.Conv2d):
+        layer.forward = changed(layer.forward, 0)
+    torch.baddbmm = changed(torch.baddbmm, 1)
+    linear = acting.linear
+
+    def copied(layer):
+        apply = linear(layer)
+        return lambda x: apply(x) * np.float32(1 + 1e-6 * len(x))
+
+    acting.linear = copied
 
 
 def main(words: list[str]) -> None:

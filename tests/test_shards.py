@@ -2,17 +2,22 @@
 
 import math
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
 import ppo_ddp
 from common.launch import BadInput
+from common.normalization import RunningMoments, standardized
+from common.replay import BLOCK, ReplayBuffer
 from common.shards import per_shard, tree_sum
 from runs import run
 
 PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 PPO += " --eval-episodes 6"
+SLOWLY = "--update-epochs 10 --learning-rate 1e-4"  # so that the epoch of the early stop depends on each shard's part
+NOISY = "tests.envs:NoisyPendulum-v0"
 PPG = f"{PPO} --n-pi 3 --aux-epochs 2 --num-aux-minibatches 8"
 DQN = "--num-envs 8 --total-timesteps 1600 --learning-starts 1000 --buffer-size 1200 --eval-every 800"
 DQN += " --eval-episodes 6"
@@ -21,8 +26,13 @@ SAC += " --eval-every 420 --eval-episodes 3"
 MINATAR = "--env-id MinAtar/Breakout-v1 --num-envs 4 --eval-every 512 --eval-episodes 3"
 PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
 CASES = {
-    "ppo": ("ppo_ddp.py", 4, f"{PPO} --norm-obs --target-kl 0.0002", (1, 2, 4)),
-    "ppo box, batch": ("ppo_ddp.py", 2, f"{PPO} --env-id Pendulum-v1 --norm-adv batch --norm-obs", (1, 2)),
+    "ppo": ("ppo_ddp.py", 4, f"{PPO} --norm-obs {SLOWLY} --target-kl 0.0001", (1, 2, 4)),
+    "ppo box, batch": (
+        "ppo_ddp.py",
+        2,
+        f"{PPO} --env-id tests.envs:NoisyPendulum-v0 --norm-adv batch --norm-obs",
+        (1, 2),
+    ),
     "ppo none": ("ppo_ddp.py", 4, f"{PPO} --norm-adv none --no-norm-reward", (1, 2)),
     "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 1024 --compile", (1, 2)),
     "ppo minatar": ("ppo_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
@@ -52,8 +62,9 @@ LONG = {
 }
 
 
-def same_bytes(script, shards, flags, sizes, tmp_path):
-    runs = [run(script, n, f"{flags} --shards {shards} --save-model", tmp_path / str(n), "float32") for n in sizes]
+def same_bytes(script, shards, flags, sizes, tmp_path, **env):
+    flags = f"{flags} --shards {shards} --save-model"
+    runs = [run(script, n, flags, tmp_path / str(n), "float32", **env) for n in sizes]
     for other in runs[1:]:
         assert other.rows == runs[0].rows and len(other.rows) >= 2
         models = [flat(x.model) for x in (runs[0], other)]
@@ -72,7 +83,8 @@ def flat(tree: dict, prefix: str = "") -> dict:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
-    first = same_bytes(*CASES[case], tmp_path)
+    """And where a layer's result for one row depends on how many rows it is given, as on some processors it may."""
+    first = same_bytes(*CASES[case], tmp_path, LOCKSTEP_FAULT="rows@0@0")
     if case == "ppo":
         assert 1 < len(set(first.column("losses/epochs"))), "no early stop"
         assert max(first.column("charts/episodic_length")) > 24.0, "episodes of at most 30: hardly one was truncated"
@@ -120,6 +132,51 @@ def test_sums_are_those_of_a_tree():
     parts = [torch.tensor(x) for x in (1.0, 1e8, -1e8, 1.0)]
     assert tree_sum(parts).item() == (np.float32(1) + np.float32(1e8)) + (np.float32(-1e8) + np.float32(1))
     assert math.isclose(sum(float(x) for x in parts), 2.0)
+
+
+class Alone:
+    """A world of one process that keeps what is to be gathered."""
+
+    def __init__(self, shards: int) -> None:
+        self.rank, self.world_size, self.local_world_size = 0, 1, 1
+        self.num_shards, self.shards, self.rows = shards, range(shards), None
+
+    def here(self, num: int) -> slice:
+        return slice(0, num)
+
+    def gather_shards(self, rows):
+        self.rows = np.array(rows, dtype=np.float64)
+        return self.rows.copy()
+
+
+def given(together: Alone, apart: list[Alone]) -> None:
+    """What a shard gives to a sum does not depend, in any bit, on which others are in its process."""
+    assert len(together.rows) == 4 and together.rows.tobytes() == np.concatenate([x.rows for x in apart]).tobytes()
+
+
+def test_a_shard_gives_the_same_whichever_others_are_here():
+    """To the moments of observations, the normalisation of advantages, and the masses of priorities."""
+    rng, all_of, each = np.random.default_rng(0), Alone(4), [Alone(1) for _ in range(4)]
+    parts = list(rng.normal(size=(4, 50, 3)) * 10.0 ** rng.integers(-8, 9, (4, 50, 3)))
+    RunningMoments((3,)).update(parts, all_of)
+    for part, world in zip(parts, each, strict=True):
+        RunningMoments((3,)).update([part], world)
+    given(all_of, each)
+    standardized([torch.from_numpy(x) for x in parts], all_of)
+    for part, world in zip(parts, each, strict=True):
+        standardized([torch.from_numpy(part)], world)
+    given(all_of, each)
+    box, size = gym.spaces.Box(-1, 1, (2,)), 3 * BLOCK
+    buffers = [ReplayBuffer(4 * size, 4, all_of, box, (), np.int64, alpha=0.6)]
+    buffers += [ReplayBuffer(size, 1, world, box, (), np.int64, alpha=0.6) for world in each]
+    priorities = 10.0 ** rng.uniform(-8, 8, (4, size))
+    for buffer, values in zip(buffers, [priorities.ravel(), *priorities], strict=True):
+        buffer.start(np.zeros((len(buffer.envs), 2)))
+        buffer.time = size
+        buffer._set_priorities(np.arange(len(values)), values)
+        buffer.sample(16, torch.Generator().manual_seed(0), torch.device("cpu"))
+        buffer.world.rows[:, 1:] = 0.0  # minima and maxima, which are exact in any order
+    given(all_of, each)
 
 
 def test_a_function_sees_one_shard_at_a_time():
