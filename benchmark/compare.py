@@ -115,7 +115,11 @@ def compare_rows(a: Curve, b: Curve) -> Iterator[str]:
             yield f"they part in row {number}, step {int(x['global_step']):,}: {name} is {cells}{by}{rest}"
         if agreed and any(gap(x[name], y[name]) > AGREE for name in different):
             agreed = False
-            yield f"all columns agree to {AGREE:g} up to step {int(step):,}"
+            yield (
+                f"all columns agree to {AGREE:g} up to step {int(step):,}"
+                if number > 1
+                else "by more than 0.001 from the first row on"
+            )
         step = x["global_step"]
     if parted and agreed:
         yield f"all columns agree to {AGREE:g} as far as both go"
@@ -133,20 +137,26 @@ def compare_models(a: Path, b: Path) -> Iterator[str]:
         {name: x for name, x in flat(torch.load(path, map_location="cpu", weights_only=True)) if torch.is_tensor(x)}
         for path in (a, b)
     ]
-    for name in dict.fromkeys([*tensors[0], *tensors[1]]):
+    names, off = dict.fromkeys([*tensors[0], *tensors[1]]), {}
+    for name in names:
         x, y = (part.get(name) for part in tensors)
         if x is None or y is None or x.shape != y.shape:
             yield f"model.pt: {name} is {' against '.join(str(None if t is None else tuple(t.shape)) for t in (x, y))}"
         elif not x.equal(y):
-            yield f"model.pt: {name} is off by up to {(x.double() - y.double()).abs().max():.1e}"
+            off[name] = ((x.double() - y.double()).abs().max() / y.double().abs().max()).item()
+    if off:
+        most = max(off, key=off.get)
+        by = f"by {off[most]:.1e} of its largest number"
+        yield f"model.pt: {len(off)} tensors of {len(names)} differ, most {most}, {by}"
 
 
 def compare_records(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
     """What differs, in lines, of what both say."""
-    x, y = dict(flat(a)), dict(flat(b))
-    for name in x:
-        if name in y and name not in UNLIKE and x[name] != y[name]:
-            yield f"{name}: {x[name]} against {y[name]}"
+    both = a.keys() & b.keys()
+    x, y = (dict(flat({name: value for name, value in record.items() if name in both})) for record in (a, b))
+    for name in dict.fromkeys([*x, *y]):
+        if name not in UNLIKE and x.get(name) != y.get(name):
+            yield f"{name}: {x.get(name)} against {y.get(name)}"
 
 
 @dataclass
