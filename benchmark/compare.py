@@ -115,11 +115,8 @@ def compare_rows(a: Curve, b: Curve) -> Iterator[str]:
             yield f"they part in row {number}, step {int(x['global_step']):,}: {name} is {cells}{by}{rest}"
         if agreed and any(gap(x[name], y[name]) > AGREE for name in different):
             agreed = False
-            yield (
-                f"all columns agree to {AGREE:g} up to step {int(step):,}"
-                if number > 1
-                else "by more than 0.001 from the first row on"
-            )
+            where = f"up to step {int(step):,}" if number > 1 else "in no row"
+            yield f"all columns agree to {AGREE:g} {where}"
         step = x["global_step"]
     if parted and agreed:
         yield f"all columns agree to {AGREE:g} as far as both go"
