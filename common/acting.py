@@ -17,13 +17,14 @@ def numpy_layers(*modules: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     """The modules one after another, (n, inputs) -> (n, outputs), in numpy on the parameters' memory (GPU: copies).
 
     On a few rows torch's calls cost five times the arithmetic. Takes `Linear`, `ReLU`, `Tanh` and `Sequential` of
-    these; raises `TypeError` naming another layer.
+    these; raises `TypeError` naming another layer, or one with hooks (such as torch's old weight_norm's).
     """
     layers = list(flat(modules))
     known = {nn.Linear: linear, nn.ReLU: lambda _: relu, nn.Tanh: lambda _: np.tanh}
     for layer in layers:
-        if type(layer) not in known:
-            raise TypeError(f"{type(layer).__name__} is not a layer it knows")
+        if type(layer) not in known or layer._forward_pre_hooks or layer._forward_hooks:
+            hooks = " with hooks" if type(layer) in known else ""
+            raise TypeError(f"{type(layer).__name__}{hooks} is not a layer it knows")
     steps = [known[type(layer)](layer) for layer in layers]
     dtype = next(layer.weight for layer in layers if isinstance(layer, nn.Linear)).detach().cpu().numpy().dtype
 

@@ -180,3 +180,10 @@ def test_what_ppo_and_ppg_define_alike_is_alike():
     for name, only in ONLY_PPO.items():
         lines = difflib.ndiff(ppo[name].split("\n"), ppg[name].split("\n"))
         assert sorted(line[2:].strip() for line in lines if line.startswith("- ")) == only
+
+
+def test_a_layer_whose_weight_is_made_by_a_hook_is_told():
+    """A copy of such a weight would be that of the last forward pass, not of the last update."""
+    layer = torch.nn.utils.weight_norm(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="Linear with hooks is not a layer it knows"):
+        acting.numpy_layers(torch.nn.Linear(2, 2), layer)
