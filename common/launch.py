@@ -39,7 +39,11 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
                 nowhere = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(nowhere))
                 stack.enter_context(redirect_stderr(nowhere))
-            args = parse()
+            try:
+                args = parse()
+            except BrokenPipeError:  # of `--help | head`
+                sys.stdout = open(os.devnull, "w")  # what the old one still holds is for nobody
+                raise SystemExit(0) from None
         gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
         main(args)
         if "RANK" not in os.environ:

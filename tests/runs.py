@@ -18,8 +18,6 @@ from pathlib import Path
 import psutil
 import torch
 
-import launcher
-
 ROOT = Path(__file__).parent.parent
 PATIENCE = 240.0  # seconds for what takes a few on a quiet machine: a test waits for events, and this is what a hang is
 FORKS = multiprocessing.get_context("forkserver")
@@ -117,6 +115,8 @@ def run(
     `code`: with which all ranks are to end; where one dies of SIGKILL, the others are then ended by it. Everything that
     depends on how a process starts or ends belongs to `start` and `finish` instead.
     """
+    import launcher  # here, because programs that only start and finish runs have no path to it
+
     words, run_dir = [script, *f"{flags} --timeout 200 --run-dir {run_dir}".split()], Path(run_dir)
     env, output = {"LOCKSTEP_DTYPE": dtype} | env, Path(f"{run_dir}.out")
     text = fork(launcher.main, (words,), world_size, output, env, within, code)
