@@ -14,7 +14,7 @@ import torch
 import ppo_ddp
 from benchmark import compare, plot
 from common.launch import BadInput
-from common.machine import processor
+from common.machine import ARITHMETIC, processor
 from common.sources import source_record
 from runs import PATIENCE, ROOT
 
@@ -51,6 +51,8 @@ def test_the_difference_from_the_commit_is_kept(tmp_path):
 
 def test_a_run_keeps_what_ran(tmp_path, monkeypatch):
     """Processor, instructions and what chooses among them, threads, commit; and the difference beside it."""
+    for name in ARITHMETIC:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     monkeypatch.setattr("common.logger.source_record", lambda path: ({"commit": "c", "changed": True}, "-a\n+b\n"))
     ppo_ddp.main(ppo_ddp.Args(**SMALL, run_dir=str(tmp_path / "run")))
