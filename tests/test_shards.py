@@ -84,9 +84,9 @@ def flat(tree: dict, prefix: str = "") -> dict:
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
     """And where a layer's result for one row depends on how many rows it is given, as on some processors it may."""
-    old = case == "ppo compiled" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
-    fault = {} if old else {"LOCKSTEP_FAULT": "rows@0@0"}  # torch's C++ of it does not compile without AVX2
-    first = same_bytes(*CASES[case], tmp_path, **fault)
+    if case == "ppo compiled" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("without AVX2 torch 2.13 writes C++ that does not compile")
+    first = same_bytes(*CASES[case], tmp_path, LOCKSTEP_FAULT="rows@0@0")
     if case == "ppo":
         assert 1 < len(set(first.column("losses/epochs"))), "no early stop"
         assert max(first.column("charts/episodic_length")) > 24.0, "episodes of at most 30: hardly one was truncated"
