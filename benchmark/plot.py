@@ -163,13 +163,15 @@ def panels(curves: dict[tuple[str, int], Curve]) -> list[list[tuple[str, Curve]]
 
 
 def limits(curves: Iterable[Curve], low: float | None, references: list[float]) -> tuple[float, float]:
-    """The returns that an axis shows: from a random agent's, where it is known, to the highest.
+    """The returns that an axis shows: from a random agent's, where it is known, or from not far below, to the highest.
 
     Otherwise from the lowest hundredth on: a curve may come from far below.
     """
     middles = np.concatenate([interquartile_mean(curve.returns, 0) for curve in curves])
     top = max([*references, *(interval([curve.returns])[1].max() for curve in curves)])
     bottom = np.percentile(middles, 1) if low is None else low
+    if low is not None and low > middles.min() > low - (top - low) / 2:
+        bottom = middles.min()
     margin = 0.04 * (top - bottom) or 1.0
     return bottom - margin, top + margin
 
