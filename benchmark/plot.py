@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,7 +162,7 @@ def panels(curves: dict[tuple[str, int], Curve]) -> list[list[tuple[str, Curve]]
     return found
 
 
-def limits(curves: Iterable[Curve], low: float | None, references: list[float]) -> tuple[float, float]:
+def limits(curves: Collection[Curve], low: float | None, references: list[float]) -> tuple[float, float]:
     """The returns that an axis shows: from a random agent's, where it is known, or from not far below, to the highest.
 
     Otherwise from the lowest hundredth on: a curve may come from far below.

@@ -197,7 +197,8 @@ def main(args: Args) -> int:
             durations.setdefault(run.work, recorded(run, args.results)["seconds"])
     done, waiting, active, told, ending = len(runs) - len(missing), list(missing), {}, 0.0, False
     print(f"{len(runs)} runs, {done} of them recorded; {args.cores} ranks at once", flush=True)
-    paths = map(str, dict.fromkeys([suite.folder, Path.cwd(), ROOT]))  # a user's environments, then ours
+    paths = [str(path) for path in (suite.folder, Path.cwd(), ROOT)]  # a user's environments, then ours
+    paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     while active or (waiting and not stopped):
         free = 0 if stopped else args.cores - sum(run.world_size for run in active)

@@ -151,10 +151,8 @@ def suite_of(name: str) -> Suite:
     if path.suffix != ".py" or not path.is_file():
         raise BadInput(f"SUITE {name}: must be one of {', '.join(SUITES)}, or a file of your own, such as my_suite.py.")
     found = runpy.run_path(name)
-    works = found.get("SUITE")
-    if not isinstance(works, list) or not all(
-        isinstance(x, dict) and x.keys() == work(*4 * [""]).keys() for x in works
-    ):
+    works, names = found.get("SUITE"), work(*4 * [""]).keys()
+    if not works or not isinstance(works, list) or not all(isinstance(x, dict) and x.keys() == names for x in works):
         raise BadInput(f"SUITE {name}: must define SUITE, a list of works; see benchmark/suites.py.")
     own = (found.get("REFERENCES", {}), found.get("SCALES", {}))
     return Suite(path.stem, works, REFERENCES | own[0], SCALES | own[1], path.absolute().parent)
