@@ -161,7 +161,10 @@ def test_filter_dry_run_and_cores(tmp_path, capsys):
         runner.main(runner.Args("classic", filter=("w7",), **folders))
     with pytest.raises(BadInput, match="SUITE nosuch: must be one of classic, exact, .*or a file of your own"):
         runner.main(runner.Args("nosuch", **folders))
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty.py").write_text("SUITE = []")
+    with pytest.raises(BadInput, match="empty.py: must define SUITE, a list of works"):
+        runner.main(runner.Args(str(tmp_path / "empty.py"), **folders))
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.py"]
 
 
 def test_a_failed_run_is_reported_with_its_log(tmp_path):
