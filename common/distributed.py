@@ -9,9 +9,11 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import secrets
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,9 +106,13 @@ class World:
 
     def _init_process_group(self, timeout: float) -> None:
         if "RANK" in os.environ:
-            store, rank, world_size = next(rendezvous("env://"))
-            # the launcher keeps one store over `--max-restarts`: the keys of an attempt that died must not be met again
-            store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            limit = 0.8 * timeout  # before the watchdog's
+            try:
+                store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit)))
+                store = dist.PrefixStore(attempt_name(store, rank, world_size, limit), store)
+            except (dist.DistError, TimeoutError) as error:
+                hint = "where nodes come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+                raise Fault(f"the ranks did not meet within --timeout {timeout:g} seconds; {hint}.") from error
         else:
             store, rank, world_size = dist.HashStore(), 0, 1
         # NCCL needs a GPU for each rank; gloo carries the small collectives of CPU tensors in any case
@@ -157,3 +163,33 @@ class World:
         table = self.gather([*parts, *maxima.values()])  # collective
         totals = table[:, : len(parts)].reshape(self.num_shards, -1).sum(0), table[:, len(parts) :].max(0)
         return dict(zip([*sums[0], *maxima], map(float, np.concatenate(totals)), strict=True))
+
+
+def attempt_name(store: dist.Store, rank: int, world_size: int, limit: float) -> str:
+    """Meet the other ranks in a launcher's store -> a name that they share and no earlier attempt had.
+
+    A launcher keeps its store over restarts, where the keys of an attempt that died must not be met again, and the
+    launchers of several nodes need not have counted the same restarts. So each rank calls with a word of its own, and
+    rank 0 answers whoever called last, until all have taken the name from it.
+    Raises `TimeoutError` where they do not meet within `limit` seconds.
+    """
+    word, deadline = secrets.token_hex(8), time.monotonic() + limit
+
+    def wait(key: str, until: float) -> None:  # the store's own complains, and stands still where no time is left
+        while not store.check([key]) and time.monotonic() < until:
+            time.sleep(0.01)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank}: no {key}")
+
+    if rank != 0:
+        store.set(f"call/{rank}", word)
+        wait(f"answer/{word}", deadline)
+        name = store.get(f"answer/{word}").decode()
+        store.set(f"{name}/{rank}", "")
+        return name
+    for other in range(1, world_size):
+        wait(f"call/{other}", deadline)
+        while not store.check([f"{word}/{other}"]):
+            store.set(f"answer/{store.get(f'call/{other}').decode()}", word)
+            wait(f"{word}/{other}", time.monotonic() + 0.1)
+    return word

@@ -48,6 +48,7 @@ class Logger:
         script = Path(file).stem
         self.dir, self.made = self._make_dir(args, script)
         self.path, self.config, self.file, self.wandb = self.dir / "metrics.csv", self.dir / "config.json", None, None
+        self.wandb_id = self.dir / "wandb_id"
         self.resumed = args.resume and self.config.exists()
         self.finished = self.resumed and (self.dir / "finished").exists()
         try:
@@ -101,13 +102,16 @@ class Logger:
         return {"metrics": self.path.read_text(), "wall": wall, "evaluated": self.evaluated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let metrics.csv hold what it held then; the clock goes on from there."""
+        """Let metrics.csv hold what it held then, and wandb what it lacks of that; the clock goes on from there."""
         if self.enabled:
             write_whole(self.path, state["metrics"].encode())
             if self.file is not None:
                 self.file.close()
             self.file = open(self.path, "ab", buffering=0)
             self.wall, self.evaluated = state["wall"], state["evaluated"]
+            self.number = 0
+            for line in state["metrics"].splitlines()[1:]:
+                self._send(line.split(","))
 
     def _make_dir(self, args: RunArgs, script: str) -> tuple[Path, list[Path]]:
         """The run directory, and which directories were made for it."""
@@ -137,7 +141,7 @@ class Logger:
         if self.file is not None:
             self.file.close()
         with contextlib.suppress(OSError):
-            for path in (self.config, self.path, self.dir / "changes.diff"):
+            for path in (self.config, self.path, self.dir / "changes.diff", self.wandb_id):
                 path.unlink(missing_ok=True)
         for folder in self.made:
             with contextlib.suppress(OSError):
@@ -150,7 +154,11 @@ class Logger:
         except ModuleNotFoundError as error:
             raise BadInput("--track: needs wandb: pip install wandb") from error
         try:
+            going_on = self.wandb_id.exists()
+            offline = wandb.setup().settings.mode in ("offline", "dryrun")  # where each start's folder is a whole run
             run = wandb.init(
+                id=self.wandb_id.read_text() if going_on else None,
+                resume="allow" if going_on and not offline else None,
                 project=args.wandb_project_name,
                 entity=args.wandb_entity,
                 name=self.dir.name,
@@ -165,6 +173,7 @@ class Logger:
             if "project name" in reason:
                 raise BadInput(f"--wandb-project-name {args.wandb_project_name}: {reason}.") from error
             raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
+        self.wandb_id.write_text(run.id)
         run.define_metric("*", step_metric="global_step")
         source = wandb.Artifact(f"source-{script}", type="source")
         for path in source_files(Path(file)):
@@ -196,14 +205,22 @@ class Logger:
             row["time/SPS"] = row["global_step"] / (row["time/wall"] - self.evaluated)
         unknown = row.keys() - set(self.columns)
         assert not unknown, f"columns that the header lacks: {unknown}"
-        self._write([repr(plain(row[column])) if column in row else "" for column in self.columns])
+        cells = [repr(plain(row[column])) if column in row else "" for column in self.columns]
+        self._write(cells)
+        self._send(cells)
         self.rows += row["global_step"] > 0
-        if self.wandb is not None:
-            self.wandb.log({"charts/SPS" if name == "time/SPS" else name: plain(x) for name, x in row.items()})
         self.latest |= row
         if self.learning is None and any(name.startswith("losses/") and name != "losses/alpha" for name in row):
             self.learning = row["global_step"], time.perf_counter()
         self._print("eval/episodic_return" in row)
+
+    def _send(self, cells: list[str]) -> None:
+        """Send a row of metrics.csv to wandb, under its number there, unless wandb has it from before a stop."""
+        if self.wandb is not None and self.number >= self.wandb.starting_step:
+            names = ("charts/SPS" if name == "time/SPS" else name for name in self.columns)
+            row = {name: float(cell) for name, cell in zip(names, cells, strict=True) if cell}
+            self.wandb.log(row, step=self.number)
+        self.number += 1
 
     def _write(self, cells: Iterable[str]) -> None:
         """Append one line to metrics.csv: all of it, or none and a `Fault`."""

@@ -50,6 +50,12 @@ def wandb_records(path: Path) -> list:
     return records
 
 
+def wandb_history(records: list) -> list[dict]:
+    """The rows among records, with wandb's own columns."""
+    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
+
+
 def test_wandb_holds_what_metrics_csv_holds(tmp_path):
     """Two ranks, offline: one run, whose history equals metrics.csv, with SPS under its usual name."""
     script, size, number, flags = "sac_ddp.py", 2, 1 + 6 + 3, f"--track {REPLAY} --run-dir {tmp_path / 'run'}"
@@ -57,8 +63,7 @@ def test_wandb_holds_what_metrics_csv_holds(tmp_path):
     assert result.code == 0, result.err
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     records = wandb_records(file)
-    history = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
-    history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in history]
+    history = wandb_history(records)
     about = next(record.run for record in records if record.WhichOneof("record_type") == "run")
     config = {item.key: json.loads(item.value_json) for item in about.config.update}
     assert config["num_envs"] == 4 and config["world_size"] == size and "args" not in config
