@@ -16,7 +16,7 @@ import time
 import numpy as np
 import torch
 
-from common import acting, checkpoint, distributed, watchdog
+from common import acting, checkpoint, distributed, logger, watchdog
 from common.launch import BadInput, launch
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
@@ -124,6 +124,9 @@ def main(words: list[str]) -> None:
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)
+    if "LOCKSTEP_PAUSE" in os.environ:  # seconds at each row, in which others can be killed
+        log, seconds = logger.Logger.log, float(os.environ["LOCKSTEP_PAUSE"])
+        logger.Logger.log = lambda *args: (log(*args), time.sleep(seconds))
     launch(script.main, lambda: script.tyro.cli(script.Args, args=script.command_line(script.Args)))
 
 
