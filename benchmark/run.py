@@ -6,7 +6,8 @@
     python -m benchmark.run my_suite.py
 
 A run is recorded as `benchmark/results/SUITE/NAME.csv` and, last, `NAME.json`: what has both is done and not repeated.
-Ctrl-C, or the end of this program in any way, ends the runs; the unfinished ones start afresh next time.
+Ctrl-C, or the end of this program in any way, ends the runs; next time the unfinished ones start afresh, or, where a
+suite's flags have `--checkpoint-every`, go on from their last checkpoints, and are recorded as one curve.
 """
 
 from __future__ import annotations
@@ -80,7 +81,12 @@ class Run:
         launch = ["python"]
         if self.world_size > 1:
             launch = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world_size}"]
-        return [*launch, *words, "--run-dir", str(run_dir)]
+        return [*launch, *words, *["--resume"][: self.goes_on], "--run-dir", str(run_dir)]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run writes checkpoints, from which it goes on if it was interrupted."""
+        return "--checkpoint-every" in self.flags.replace("_", "-")
 
     @property
     def shown(self) -> str:
@@ -117,13 +123,23 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
         writer = csv.DictWriter(file, RECORDED, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    wall = max((float(row["time/wall"]) for row in rows), default=0.0)  # over all parts of a run that went on
     if config["changed"]:
         shutil.copy(run_dir / "changes.diff", target / f"{run.name}.diff")
-    about = {"command": run.shown, "seed": run.seed, "seconds": round(seconds, 1)}
-    about |= {name: config[name] for name in KEPT}
+    about = {"command": run.shown, "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
+    about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
     part = target / f"{run.name}.json.part"
     part.write_text(json.dumps(about, indent=2) + "\n")
     os.replace(part, target / f"{run.name}.json")
+
+
+def started_by(words: list[str], run_dir: Path) -> bool:
+    """Whether what is in a run's directory is of this very command."""
+    try:
+        before = shlex.split(json.loads((run_dir / "config.json").read_text())["command"])
+    except (OSError, ValueError):
+        return False
+    return before[1:-1] == words[-len(before) :][1:-1]  # but the directory, which may have been moved
 
 
 def progress(run_dir: Path) -> float:
@@ -206,10 +222,11 @@ def main(args: Args) -> int:
             waiting.remove(run)
             free -= run.world_size
             run_dir = args.work / run.name
-            for name in ("metrics.csv", "config.json"):  # of an unfinished one
-                (run_dir / name).unlink(missing_ok=True)
-            log, words = open(args.work / f"{run.name}.log", "w"), run.command(run_dir)
+            words = run.command(run_dir)
             words[words.index(run.script)] = str(scripts[run.script] / run.script)
+            if not (run.goes_on and started_by(words, run_dir)):
+                shutil.rmtree(run_dir, ignore_errors=True)  # of an unfinished one, or of other flags
+            log = open(args.work / f"{run.name}.log", "w")
             process = subprocess.Popen(
                 [sys.executable, *words[1:]],
                 env=env,

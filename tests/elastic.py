@@ -105,7 +105,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable between v and the one's name, and the other's."""
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; its ends are called v and their names."""
     names = (f"{os.getpid()}a", f"{os.getpid()}b")
 
     def ip(words: str) -> None:

@@ -1,5 +1,6 @@
 """The benchmark: its statistics, its commands, its runner that loses nothing, and figures and table as the data say."""
 
+import csv
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
 from common.launch import BadInput
 from runs import PATIENCE, ROOT, descendants, wait_until
+from runs import run as run_script
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 RESULTS = ROOT / "benchmark" / "results"
@@ -140,6 +142,37 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     assert record["command"].startswith("python ppo_ddp.py --env-id CartPole-v1 --seed 2 ")
     header, *rows = (results / "CartPole-v1__ppo_ddp-long__w1__s2.csv").read_text().splitlines()
     assert header == ",".join(runner.RECORDED) and rows[-1].startswith("1280,")
+
+
+def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
+    """Ended after a checkpoint, it is recorded as the curve of one that was not; with other flags it starts afresh."""
+    flags, name = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 512", "CartPole-v1__ppo_ddp__w1__s1"
+    suite = 'from benchmark.suites import work\nSUITE = [work("ppo_ddp.py", "CartPole-v1", "FLAGS", {1: (1,)})]'
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+    def start(steps: int) -> subprocess.Popen:
+        (tmp_path / "tiny.py").write_text(suite.replace("FLAGS", f"{flags} --total-timesteps {steps}"))
+        return subprocess.Popen(RUN, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+
+    process = start(25600)
+    wait_until(lambda: any((tmp_path / "work" / name / "checkpoints").glob("*/manifest.json")), process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and f"{name} ended in" in output, output
+    process = start(25600)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and f"{name} done in" in output, output
+    assert "going on from" in (tmp_path / "work" / f"{name}.log").read_text()
+    calm = run_script("ppo_ddp.py", 1, f"{flags} --total-timesteps 25600", tmp_path / "calm", dtype="float32")
+    with open(tmp_path / "results" / "tiny" / f"{name}.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["charts/episodic_return"] for row in rows] == [row["charts/episodic_return"] for row in calm.rows]
+    record = json.loads((tmp_path / "results" / "tiny" / f"{name}.json").read_text())
+    assert "--resume" in record["command"] and record["seconds"] >= float(rows[-1]["time/wall"]) - 0.1
+    process = start(512)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and f"{name} done in" in output, output
+    assert (tmp_path / "results" / "tiny" / f"{name}.csv").read_text().splitlines()[-1].startswith("512,")
 
 
 def test_filter_dry_run_and_cores(tmp_path, capsys):
