@@ -2,14 +2,23 @@
 
 import csv
 import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
+from elastic import ELASTIC, elastic, two_namespaces
 from test_output import wandb_history, wandb_records
 
+from chaos import assert_same
 from common.distributed import attempt_name
-from runs import ROOT, finish, start
+from runs import PATIENCE, ROOT, Run, finish, start, wait_until
 
 
 def names(store, world_size, late=0.0):
@@ -124,3 +133,90 @@ def test_wandb_is_sent_what_it_lacks(there, tmp_path):
         if "time/SPS" in row:
             row["charts/SPS"] = row.pop("time/SPS")
     assert len(expected) == 14 and rows == [[number, row] for number, row in enumerate(expected)][there:]
+
+
+def test_a_node_that_is_lost_and_comes_back(tmp_path):
+    """Killed while both train: the first goes on alone, then both again, to the bytes of a run on one process."""
+    assert elastic("brief", 1, 1, tmp_path, kinds=("kill",)) == ["kill"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
+def test_nodes_come_and_go(case, seed, tmp_path):
+    """Five losses at random moments; seeds from 3 on between two network namespaces, where a node is also cut off."""
+    if seed < 3:
+        assert elastic(case, 5, seed, tmp_path)
+        return
+    if os.geteuid() != 0 or subprocess.run(["ip", "netns"], capture_output=True).returncode != 0:
+        pytest.skip("network namespaces need Linux, root and the ip command")
+    with two_namespaces() as names:
+        assert elastic(case, 5, seed, tmp_path, names)
+
+
+def readme_block(first: str) -> str:
+    """The indented block of the README that has a line with `first`."""
+    blocks = re.findall(r"(?:^    .*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (block,) = (block for block in blocks if first in block)
+    return re.sub(r"^    ", "", block, flags=re.MULTILINE)
+
+
+def test_the_variables_that_the_readme_sets_are_those_of_the_tests():
+    """What was tried is what is told."""
+    (line,) = (line for line in readme_block("--nnodes=1:2").splitlines() if line.startswith("export "))
+    assert dict(word.split("=") for word in line.split()[1:]) == ELASTIC
+
+
+SRUN = """#!/bin/bash
+for node in $(seq "$SLURM_NNODES"); do "$@" & echo $! >> "$FAKE/steps"; done
+code=0; for pid in $(jobs -p); do wait "$pid" || code=1; done; exit $code
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = requeue ]; then echo "$2" > "$FAKE/requeued"; kill $(cat "$FAKE/steps"); exit; fi
+[ "$1 $2 $3" = "show hostnames two,nodes" ] && echo localhost && echo other
+"""
+
+
+def test_slurm_requeues_the_readmes_script(tmp_path):
+    """The script as it stands, but for its sizes, with a fake srun and scontrol: ended before its time limit while both
+    nodes train, then on one node to the end; the bytes are those of one process that nobody ended."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = "--num-steps 32 --total-timesteps 4096 --eval-every 0 --save-model"
+    script, run_dir = readme_block("scontrol requeue"), tmp_path / "run"
+    sizes = {"--nproc_per_node=4": "--nproc_per_node=1", "29400": str(port), "--num-envs 64": f"--num-envs 8 {flags}"}
+    sizes |= {"1000000": "512", "runs/a": str(run_dir), "ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py"}
+    for old, new in sizes.items():
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "script": script}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "FAKE": str(tmp_path)}
+    env |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "two,nodes", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env |= {"LOCKSTEP_DTYPE": "float32", "LOCKSTEP_PAUSE": "0.2", "CUDA_VISIBLE_DEVICES": ""}
+
+    def job(nodes: int, restarts: int) -> subprocess.Popen:
+        place = {"SLURM_NNODES": str(nodes), "SLURM_RESTART_COUNT": str(restarts)}
+        with open(tmp_path / "out", "ab") as out:  # --open-mode=append
+            return subprocess.Popen([tmp_path / "script"], env=os.environ | env | place, stdout=out, stderr=out)
+
+    batch = job(2, 0)
+    wait_until(lambda: any((run_dir / "checkpoints").glob("*/manifest.json")), batch)
+    batch.send_signal(signal.SIGTERM)
+    batch.wait(PATIENCE)
+    assert (tmp_path / "requeued").read_text() == "17\n"
+    deadline = time.monotonic() + PATIENCE
+    while any(os.path.exists(f"/proc/{pid}") for pid in (tmp_path / "steps").read_text().split()):
+        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+        time.sleep(0.05)
+    assert not (run_dir / "finished").exists()
+    again = job(1, 1)
+    assert again.wait(PATIENCE) == 0, (tmp_path / "out").read_text()
+    out = (tmp_path / "out").read_text()
+    assert "on 2 process(es)" in out and "going on from" in out and "on 1 process(es)" in out, out
+    flags = f"{flags} --num-envs 8 --shards 8 --checkpoint-every 512 --run-dir {tmp_path / 'calm'}"
+    calm = finish(start("ppo_ddp.py", 1, flags, launched=True, LOCKSTEP_DTYPE="float32"), tmp_path / "calm")
+    assert calm.code == 0, calm.err
+    assert_same(calm, Run(0, "", "", run_dir))

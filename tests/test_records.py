@@ -186,6 +186,7 @@ def test_a_suite_of_ones_own(tmp_path):
     assert "| my_ppo | 1 |" in done.stdout and "| ppo-fast | 1 |" in done.stdout
     new = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path not in before)
     assert [str(path.relative_to(tmp_path)) for path in new] == ["benchmark/figures/own/CartPole-v1.svg"]
+    assert (tmp_path / "README.md").read_text() == "mine\n<!-- own -->\n<!-- end own -->\nmine too\n"
     assert python("benchmark.plot", "own.py", "--readme", "README.md").returncode == 0
     assert (tmp_path / "README.md").read_text().startswith("mine\n<!-- own -->\n| environment | script |")
     assert (
