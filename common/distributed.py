@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from common.arguments import require, require_divisible
-from common.launch import BadInput, Fault, end_with_parent, explained
+from common.launch import BadInput, Fault, end_with_parent, explained, peer_ended
 from common.watchdog import GRACE, Watchdog
 
 
@@ -107,10 +107,13 @@ class World:
     def _init_process_group(self, timeout: float) -> None:
         if "RANK" in os.environ:
             limit = 0.8 * timeout  # before the watchdog's
+            deadline = time.monotonic() + limit
             try:
                 store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit)))
-                store = dist.PrefixStore(attempt_name(store, rank, world_size, limit), store)
+                store = dist.PrefixStore(attempt_name(store, rank, world_size, deadline), store)
             except (dist.DistError, TimeoutError) as error:
+                if peer_ended(error):
+                    raise
                 hint = "where nodes come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
                 raise Fault(f"the ranks did not meet within --timeout {timeout:g} seconds; {hint}.") from error
         else:
@@ -165,15 +168,15 @@ class World:
         return dict(zip([*sums[0], *maxima], map(float, np.concatenate(totals)), strict=True))
 
 
-def attempt_name(store: dist.Store, rank: int, world_size: int, limit: float) -> str:
+def attempt_name(store: dist.Store, rank: int, world_size: int, deadline: float) -> str:
     """Meet the other ranks in a launcher's store -> a name that they share and no earlier attempt had.
 
     A launcher keeps its store over restarts, where the keys of an attempt that died must not be met again, and the
     launchers of several nodes need not have counted the same restarts. So each rank calls with a word of its own, and
     rank 0 answers whoever called last, until all have taken the name from it.
-    Raises `TimeoutError` where they do not meet within `limit` seconds.
+    Raises `TimeoutError` where they do not meet before `deadline`, a time of `time.monotonic`.
     """
-    word, deadline = secrets.token_hex(8), time.monotonic() + limit
+    word = secrets.token_hex(8)
 
     def wait(key: str, until: float) -> None:  # the store's own complains, and stands still where no time is left
         while not store.check([key]) and time.monotonic() < until:

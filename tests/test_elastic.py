@@ -13,12 +13,12 @@ import time
 
 import pytest
 import torch.distributed as dist
-from elastic import ELASTIC, elastic, two_namespaces
-from test_output import wandb_history, wandb_records
 
 from chaos import assert_same
 from common.distributed import attempt_name
+from elastic import ELASTIC, elastic, two_namespaces
 from runs import PATIENCE, ROOT, Run, finish, start, wait_until
+from test_output import wandb_history, wandb_records
 
 
 def names(store, world_size, late=0.0):
@@ -27,7 +27,7 @@ def names(store, world_size, late=0.0):
 
     def join(rank):
         try:
-            found[rank] = attempt_name(store, rank, world_size, 5.0)
+            found[rank] = attempt_name(store, rank, world_size, time.monotonic() + 5.0)
         except TimeoutError:
             pass
 
@@ -52,15 +52,25 @@ def test_an_attempt_has_a_name_that_no_other_had(late):
         seen.add(name)
 
 
-def test_ranks_that_do_not_meet_say_so(monkeypatch):
-    """A rank alone ends within its limit: rank 0 without the others, and another without rank 0."""
+def test_ranks_that_do_not_meet_say_so():
+    """A rank alone ends at its deadline: rank 0 without the others, and another without rank 0."""
     store = dist.HashStore()
     with pytest.raises(TimeoutError, match="rank 0: no call/1"):
-        attempt_name(store, 0, 2, 0.2)
+        attempt_name(store, 0, 2, time.monotonic() + 0.2)
     with pytest.raises(TimeoutError, match="rank 1: no answer"):
-        attempt_name(store, 1, 2, 0.2)
+        attempt_name(store, 1, 2, time.monotonic() + 0.2)
     with pytest.raises(TimeoutError, match="rank 0: no"):  # the one that called is gone
-        attempt_name(store, 0, 2, 0.2)
+        attempt_name(store, 0, 2, time.monotonic() + 0.2)
+
+
+def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
+    """After --timeout, in one line; nothing is left of it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "2"}
+    run = finish(start("ppo_ddp.py", 1, f"--timeout 5 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
+    assert run.code == 1 and "error: the ranks did not meet within --timeout 5 seconds; " in run.err, run.err
+    assert "Traceback" not in run.err and not run.dir.exists()
 
 
 TRACKED = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --checkpoint-every 512 --track --resume"
