@@ -68,8 +68,8 @@ def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "2"}
-    run = finish(start("ppo_ddp.py", 1, f"--timeout 5 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
-    assert run.code == 1 and "error: the ranks did not meet within --timeout 5 seconds; " in run.err, run.err
+    run = finish(start("ppo_ddp.py", 1, f"--timeout 20 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
+    assert run.code == 1 and "error: the ranks did not meet within --timeout 20 seconds; " in run.err, run.err
     assert "Traceback" not in run.err and not run.dir.exists()
 
 
