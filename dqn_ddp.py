@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible
-from common.checkpoint import Checkpoints
+from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
@@ -52,7 +52,7 @@ class Args(RunArgs):
     # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
-    total_timesteps: Count = 500_000
+    total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
@@ -111,7 +111,7 @@ class Args(RunArgs):
         start = max(self.learning_starts, self.num_envs * self.n_step) // self.num_envs * self.num_envs
         first = -(-(start // self.train_frequency + 1) * self.train_frequency // self.num_envs) * self.num_envs
         needed = f"at least {first}, which has a gradient step (--learning-starts {self.learning_starts})"
-        require(self.total_timesteps >= first, "--total-timesteps", self.total_timesteps, needed)
+        self.require_budget(first, needed)
 
 
 # ALGO LOGIC: networks
@@ -302,12 +302,13 @@ def train(
         return network_q(obs).argmax(-1) + action_space.start
 
     checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
+    load_model(args, world, state, checkpoints)  # collective
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     loss_sums = torch.zeros(len(shards), len(LOSSES), dtype=torch.float64, device=device)
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     num_updates, update_time, row_start = 0, 0.0, time.perf_counter()
 
-    for global_step in range(checkpoints.global_step + args.num_envs, budget + 1, args.num_envs):
+    for global_step in range(checkpoints.global_step + args.num_envs, max(budget, args.num_envs) + 1, args.num_envs):
         before = global_step - args.num_envs
         if restart:  # at the start, and after each checkpoint
             obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
@@ -318,6 +319,8 @@ def train(
                 if not world.stop:
                     logger.log(0, row)
                 row_start = time.perf_counter()
+            if not budget:  # --total-timesteps 0
+                return
 
         # collect: all environments' noise is drawn on every rank, for many steps at once, and each takes its own
         epsilon = linear_schedule(args.start_e, args.end_e, before / max(1.0, args.exploration_fraction * budget))

@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible, require_divisor
-from common.checkpoint import Checkpoints
+from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
@@ -61,7 +61,7 @@ class Args(RunArgs):
     # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
-    total_timesteps: Count = 500_000
+    total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; the whole iterations that fit are run"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
@@ -123,12 +123,12 @@ class Args(RunArgs):
         normalized = {"minibatch": size // self.num_minibatches, "batch": size, "none": 2}[self.norm_adv]
         require(normalized > 1, "--norm-adv", self.norm_adv, "none, or over at least 2 samples")
         needed = f"at least one iteration: --num-envs {self.num_envs} x --num-steps {self.num_steps} = {size}"
-        require(self.total_timesteps >= size, "--total-timesteps", self.total_timesteps, needed)
+        self.require_budget(size, needed)
         if self.aux_epochs:
             steps = self.n_pi * self.num_steps
             require_divisor("--num-aux-minibatches", self.num_aux_minibatches, steps, "--n-pi x --num-steps")
             needed = f"at least {self.n_pi * size}, which has one auxiliary phase (or set --aux-epochs 0)"
-            require(self.total_timesteps >= self.n_pi * size, "--total-timesteps", self.total_timesteps, needed)
+            self.require_budget(self.n_pi * size, needed)
 
 
 # ALGO LOGIC: networks
@@ -468,14 +468,10 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         return env_actions(agent.mode(network_policy(normalized(raw))))
 
     checkpoints, restart = Checkpoints(args, world, logger, state), True  # collective
+    load_model(args, world, state, checkpoints)  # collective
     logger.start(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
 
-    for iteration in range(checkpoints.global_step // batch_size + 1, num_iterations + 1):
-        global_step = iteration * batch_size
-        fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        optimizer.param_groups[0]["lr"] = fraction * args.learning_rate
-        aux_optimizer.param_groups[0]["lr"] = fraction * args.aux_learning_rate
-
+    for iteration in range(checkpoints.global_step // batch_size + 1, max(num_iterations, 1) + 1):
         if restart:  # at the start, and after each checkpoint
             next_obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
             return_carry = np.zeros(local_num_envs)  # running discounted returns, moved in place
@@ -483,6 +479,13 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
                 row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
                 if not world.stop:
                     logger.log(0, row)
+            if not num_iterations:  # --total-timesteps 0
+                return
+
+        global_step = iteration * batch_size
+        fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+        optimizer.param_groups[0]["lr"] = fraction * args.learning_rate
+        aux_optimizer.param_groups[0]["lr"] = fraction * args.aux_learning_rate
 
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()

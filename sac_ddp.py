@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import checked, numpy_layers
 from common.arguments import RunArgs, command_line, require, require_divisible
-from common.checkpoint import Checkpoints
+from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
@@ -57,7 +57,7 @@ class Args(RunArgs):
     # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "Pendulum-v1"
     """gymnasium id, or module:id of your own"""
-    total_timesteps: Count = 1_000_000
+    total_timesteps: Whole = 1_000_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
@@ -105,7 +105,7 @@ class Args(RunArgs):
         period = self.train_frequency * self.policy_frequency
         first = -(-(start // period + 1) * period // self.num_envs) * self.num_envs
         needed = f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
-        require(self.total_timesteps >= first, "--total-timesteps", self.total_timesteps, needed)
+        self.require_budget(first, needed)
 
 
 # ALGO LOGIC: networks
@@ -332,6 +332,7 @@ def train(
         return as_taken(policy(obs, np.zeros((len(obs), d), ones.dtype)))
 
     checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
+    load_model(args, world, state, checkpoints)  # collective
     ones = np.ones((envs.num_envs, d), torch.empty(0).numpy().dtype)
     # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
     critic_sums = torch.zeros(len(shards), len(CRITIC_LOSSES), dtype=torch.float64, device=device)
@@ -339,7 +340,7 @@ def train(
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
 
-    for global_step in range(checkpoints.global_step + args.num_envs, budget + 1, args.num_envs):
+    for global_step in range(checkpoints.global_step + args.num_envs, max(budget, args.num_envs) + 1, args.num_envs):
         before = global_step - args.num_envs
         if restart:  # at the start, and after each checkpoint
             obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
@@ -350,6 +351,8 @@ def train(
                 if not world.stop:
                     logger.log(0, row)
                 row_start = time.perf_counter()
+            if not budget:  # --total-timesteps 0
+                return
 
         # collect: all environments' noise is drawn on every rank, each takes its own
         if before < args.learning_starts:

@@ -14,6 +14,7 @@ from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 # flags that a run may change on its way: they change no number and no row (--cuda: roundings, of which it is told)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "cuda", "save_model", "timeout"}
 FREE |= {"check_sync_every"}
+EXPERIMENT = {"seed", "shards", "checkpoint_every", "load_model"}  # of those in RunArgs, what numbers depend on
 
 
 @dataclass
@@ -51,6 +52,8 @@ class RunArgs:
     """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
     stop_at_return: Return | None = None
     """end the run once an evaluation reaches this mean return"""
+    load_model: str | None = None
+    """start from the networks and normalisers of a model.pt; with --total-timesteps 0, evaluate it and end"""
     save_model: bool = False
     """write model.pt at the end"""
     check_sync_every: Period = 100_000
@@ -60,7 +63,7 @@ class RunArgs:
 
     def experiment(self) -> dict[str, Any]:
         """The flags on which numbers depend: neither where it runs nor how it is watched."""
-        elsewhere = {field.name for field in dataclasses.fields(RunArgs)} - {"seed", "shards", "checkpoint_every"}
+        elsewhere = {field.name for field in dataclasses.fields(RunArgs)} - EXPERIMENT
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in elsewhere}
 
     def __post_init__(self) -> None:
@@ -75,6 +78,13 @@ class RunArgs:
         if self.resume:
             require(self.run_dir is not None, "--run-dir", self.run_dir, "a directory with --resume")
             require(self.checkpoint_every > 0, "--checkpoint-every", 0, "at least 1 with --resume")
+
+    def require_budget(self, least: int, needed: str) -> None:
+        """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""
+        if self.load_model is None or self.total_timesteps:
+            require(self.total_timesteps >= least, "--total-timesteps", self.total_timesteps, needed)
+        else:
+            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --total-timesteps 0")
 
 
 def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +198,47 @@ class Checkpoints:
                 write_whole(self.logger.dir / "finished", b"")
             except Fault as fault:
                 self.logger.note(f"{fault} --resume would repeat the last part.")
+
+
+def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoints: Checkpoints) -> None:
+    """Give what `state` has, but optimisers and generators, the values of --load-model, which rank 0 reads.
+
+    A run that goes on from a checkpoint has them already. Raises `BadInput`, naming flag and tensor, for a file that
+    cannot be read or does not fit. Every rank must call.
+    """
+    if args.load_model is None or checkpoints.number:
+        return
+    path, model = args.load_model, None
+    if world.rank == 0:
+        try:
+            model = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
+            model = getattr(error, "strerror", None) or "it is not a model.pt"
+    model = world.gather_objects(model)[0]  # collective
+    if not isinstance(model, dict) or "args" not in model:
+        raise BadInput(f"--load-model {path}: cannot be read ({model if isinstance(model, str) else 'no model.pt'}).")
+    kept = {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}
+    kept = {name: x for name, x in kept.items() if not isinstance(x, torch.Tensor) or x.requires_grad}  # a flag's value
+    there, here = dict(tensors(model)), dict(tensors({name: state_of(x) for name, x in kept.items()}))
+    of_kept = [name for name in there if name.split(".")[0] in kept]
+    for name in [*here, *of_kept]:
+        shapes = [f"of {tuple(part[name].shape)}" if name in part else "missing" for part in (there, here)]
+        if shapes[0] != shapes[1]:
+            advice = "it must be of the same script, --env-id and networks"
+            raise BadInput(f"--load-model {path}: {name} is {shapes[0]} there, {shapes[1]} here; {advice}.")
+    normalized = model["args"].get("norm_obs", False)
+    require(getattr(args, "norm_obs", False) == normalized, "--norm-obs", not normalized, f"{normalized} with {path}")
+    for name, value in kept.items():
+        restore(value, model[name])
+
+
+def tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The (dotted name, tensor) pairs of a nest of dicts."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
 
 
 MACHINE = ("device", "instructions", "arithmetic", "threads", "sources", "versions")  # what numbers depend on

@@ -241,7 +241,7 @@ class Logger:
         if not evaluation and now - self.last_line < (0.2 if terminal else 10.0):
             return
         step, total = self.latest["global_step"], self.args.total_timesteps
-        parts = [f"{step:,} of {total:,} ({step / total:.0%})"]
+        parts = [f"{step:,} of {total:,} ({step / max(total, 1):.0%})"]
         if "time/SPS" in self.latest:
             parts.append(f"{self.latest['time/SPS']:,.0f} SPS")
         if "charts/episodic_return" in self.latest:
