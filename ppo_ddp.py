@@ -332,7 +332,7 @@ def main(args: Args) -> None:
         require_memory("--num-steps", args.num_steps, nbytes, world)
         many = is_large(obs_space, envs.atari) and not args.shards  # a convolution's roundings depend on it
         torch.set_num_threads(args.num_threads or (world.cores if many else 1))
-        with Logger(args, __file__, COLUMNS, world) as logger, world.process_group(args.timeout):
+        with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, logger)
 
 

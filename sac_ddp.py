@@ -279,7 +279,7 @@ def main(args: Args) -> None:
         d, np_dtype = math.prod(action_space.shape), torch.empty(0).numpy().dtype
         rb = ReplayBuffer(*sizes, world, obs_space, (d,), np_dtype, gamma=args.gamma, alpha=alpha)
         torch.set_num_threads(args.num_threads or 1)
-        with Logger(args, __file__, COLUMNS, world) as logger, world.process_group(args.timeout):
+        with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, rb, logger)
 
 

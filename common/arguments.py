@@ -13,6 +13,7 @@ from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 
 # flags that a run may change on its way: they change no number and no row (--cuda: roundings, of which it is told)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "cuda", "save_model", "timeout"}
+FREE |= {"capture_video"}
 FREE |= {"check_sync_every"}
 EXPERIMENT = {"seed", "shards", "checkpoint_every", "load_model"}  # of those in RunArgs, what numbers depend on
 
@@ -52,6 +53,8 @@ class RunArgs:
     """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
     stop_at_return: Return | None = None
     """end the run once an evaluation reaches this mean return"""
+    capture_video: bool = False
+    """film the first episode of each evaluation: videos/{global_step}.mp4 in the run directory (needs av)"""
     load_model: str | None = None
     """start from the networks and normalisers of a model.pt; with --total-timesteps 0, evaluate it and end"""
     save_model: bool = False
@@ -75,6 +78,8 @@ class RunArgs:
                     require(value is None or valid(value), flag(name), value, needed)
         if self.stop_at_return is not None:
             require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
+        if self.capture_video:
+            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --capture-video")
         if self.resume:
             require(self.run_dir is not None, "--run-dir", self.run_dir, "a directory with --resume")
             require(self.checkpoint_every > 0, "--checkpoint-every", 0, "at least 1 with --resume")

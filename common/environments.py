@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -41,10 +42,19 @@ def is_native_atari(env_id: str) -> bool:
     return env_id.startswith("ALE/")
 
 
+class Episode(NamedTuple):
+    """A played episode: the environment's seed, its actions as the environment took them, and its return."""
+
+    seed: int
+    actions: list[Any]
+    episodic_return: float
+
+
 class Environments(VectorWrapper):
     """Environments known by their global indices, with a seed each; what they say is checked before it is used.
 
-    `atari`: they are ALE's own, with observations (4, 84, 84). `shards`: which rows are each shard's.
+    `atari`: they are ALE's own, with observations (4, 84, 84). `shards`: which rows are each shard's. `first`: the
+    episode 0 of the last evaluation, where it was played here.
     """
 
     def __init__(self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int]) -> None:
@@ -52,6 +62,7 @@ class Environments(VectorWrapper):
         self.seed = seed
         self.name = "environment" if domain == TRAINING else "evaluation episode"
         self.indices, self.seeds, self.steps = indices, environment_seeds(seed, domain, indices), 0
+        self.first: Episode | None = None
         self.shards = [slice(0, len(indices))]
         self.atari = type(envs.unwrapped).__name__ == "AtariVectorEnv"
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
@@ -153,43 +164,8 @@ def make_envs(
     on) concern Atari alone. Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no
     script can use.
     """
-    same_step, seeds = AutoresetMode.SAME_STEP, environment_seeds(seed, domain, indices)
-    seed_libraries(int(seeds[0]))
-    module, colon, _ = env_id.rpartition(":")
-    if colon and not all(word.isidentifier() for word in module.split(".")):
-        raise BadInput(f"--env-id {env_id}: must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
-    try:
-        if is_native_atari(env_id):
-            import ale_py
-
-            gym.register_envs(ale_py)
-            envs = gym.make_vec(
-                env_id,
-                len(indices),
-                vectorization_mode="vector_entry_point",
-                autoreset_mode=same_step,
-                num_threads=min(num_threads, len(indices)),
-                repeat_action_probability=0.0,  # as in the published results for NoFrameskip-v4
-                reward_clipping=False,  # statistics count the score; scripts take the sign
-                life_loss_info=life_loss,
-            )
-        else:
-            if env_id.startswith("MinAtar/"):
-                from minatar.gym import register_envs
-
-                if "MinAtar/Breakout-v1" not in gym.registry:
-                    register_envs()
-            kwargs = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
-            wrappers = [partial(alone, seed=int(seeds[0])), *([Unstick] if env_id.startswith("MinAtar/") else [])]
-            envs = gym.make_vec(
-                env_id, len(indices), vectorization_mode=vectorization, vector_kwargs=kwargs, wrappers=wrappers
-            )
-    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
-        reason = " ".join(str(error).split())
-        if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
-            reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
-        raise BadInput(f"--env-id {env_id}: {reason}{atari_hint(env_id)}") from error
-    assert envs.metadata["autoreset_mode"] == same_step
+    seeds = environment_seeds(seed, domain, indices)
+    envs = make_vec(env_id, len(indices), int(seeds[0]), vectorization, num_threads, life_loss_info=life_loss)
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     fault = None
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
@@ -210,6 +186,51 @@ def make_envs(
         envs.close()
         raise BadInput(f"--env-id {env_id}: {' '.join(fault.split())}.")
     return Environments(envs, seed, domain, indices)
+
+
+def make_vec(
+    env_id: str, num_envs: int, seed: int, vectorization: str = "sync", num_threads: int = 1, **options: Any
+) -> VectorEnv:
+    """The bare environments of `make_envs`, with its errors; `seed` is for libraries. `options` beside Atari's and
+    ours: the simulator's own, of which `life_loss_info` is Atari's alone.
+    """
+    same_step = AutoresetMode.SAME_STEP
+    seed_libraries(seed)
+    module, colon, _ = env_id.rpartition(":")
+    if colon and not all(word.isidentifier() for word in module.split(".")):
+        raise BadInput(f"--env-id {env_id}: must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
+    try:
+        if is_native_atari(env_id):
+            import ale_py
+
+            gym.register_envs(ale_py)
+            envs = gym.make_vec(
+                env_id,
+                num_envs,
+                vectorization_mode="vector_entry_point",
+                autoreset_mode=same_step,
+                num_threads=min(num_threads, num_envs),
+                repeat_action_probability=0.0,  # as in the published results for NoFrameskip-v4
+                reward_clipping=False,  # statistics count the score; scripts take the sign
+                **options,
+            )
+        else:
+            options.pop("life_loss_info", None)
+            if env_id.startswith("MinAtar/"):
+                from minatar.gym import register_envs
+
+                if "MinAtar/Breakout-v1" not in gym.registry:
+                    register_envs()
+            options["vector_kwargs"] = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
+            options["wrappers"] = [partial(alone, seed=seed), *([Unstick] if env_id.startswith("MinAtar/") else [])]
+            envs = gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, **options)
+    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
+        reason = " ".join(str(error).split())
+        if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
+            reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
+        raise BadInput(f"--env-id {env_id}: {reason}{atari_hint(env_id)}") from error
+    assert envs.metadata["autoreset_mode"] == same_step
+    return envs
 
 
 def seed_libraries(seed: int) -> None:

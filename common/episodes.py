@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from common.distributed import World
-from common.environments import Environments
+from common.environments import Environments, Episode
 from common.shards import per_shard
 
 MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
@@ -67,13 +67,17 @@ def evaluate(
     rank's episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.
     """
     start, results = time.perf_counter(), np.zeros((episodes, 2))  # returns and lengths; those of other ranks stay 0
+    first = []  # actions of episode 0, on rank 0
     playing = np.zeros(0, dtype=bool)
     if envs is not None:
         obs, act = envs.start(), per_shard(act, envs.shards)
         playing, statistics = np.ones(envs.num_envs, dtype=bool), EpisodeStatistics(envs.shards)
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
-            obs, rewards, terminations, truncations, infos = envs.step(act(obs))
+            actions = act(obs)
+            if playing[0] and envs.indices[0] == 0:
+                first.append(np.array(actions[0]))
+            obs, rewards, terminations, truncations, infos = envs.step(actions)
             statistics.step(rewards, terminations | truncations, infos)
             for episode_return, length, i in statistics.finished:
                 if playing[i]:  # the first episode of each counts
@@ -83,6 +87,8 @@ def evaluate(
             break
     for i in np.flatnonzero(playing):
         results[envs.indices[i]] = statistics.returns[i], statistics.lengths[i]
+    if first:
+        envs.first = Episode(int(envs.seeds[0]), first, results[0, 0])
     returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective
     row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean(), "eval/episodes": episodes}
     return row | {"time/eval": time.perf_counter() - start}

@@ -20,27 +20,35 @@ import torch
 from common.arguments import RunArgs, flag
 from common.checkpoint import require_same_run, state_of
 from common.distributed import World
+from common.environments import Environments
 from common.files import locked, write_whole
 from common.launch import BadInput, Fault
 from common.machine import environment_record
 from common.sources import source_files, source_record
+from common.video import film, require_encoder
 
 
 class Logger:
     """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to wandb if `args.track`.
 
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
-    `global_step`. Raises `BadInput` for a directory that holds a run or cannot be written (--run-dir), and where wandb
-    is missing or not logged in (--track); later `Fault`, with the path, where something cannot be written. A run that
-    fails before its first row leaves nothing. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`,
-    whether a run is there that is to go on; `finished`, whether there is nothing left of it to do.
+    `global_step`; `eval_envs`: those of which --capture-video films one. Raises `BadInput` for a directory that holds a
+    run or cannot be written (--run-dir), and where wandb or an encoder is missing, or nobody logged in (--track,
+    --capture-video); later `Fault`, with the path, where something cannot be written. A run that fails before its first
+    row leaves nothing. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`, whether a run is there that
+    is to go on; `finished`, whether there is nothing left of it to do.
     """
 
-    def __init__(self, args: RunArgs, file: str, columns: tuple[str, ...], world: World) -> None:
+    def __init__(
+        self, args: RunArgs, file: str, columns: tuple[str, ...], world: World, eval_envs: Environments | None = None
+    ) -> None:
         self.args, self.enabled, self.wall = args, world.rank == 0, 0.0
+        if args.capture_video:
+            require_encoder()
         if not self.enabled:
             return
-        self.columns = ("global_step", *columns)
+        self.columns, self.eval_envs, self.alive = ("global_step", *columns), eval_envs, world.watchdog.feed
+        self.films = args.capture_video
         self.rows, self.last_line = 0, 0.0
         self.started, self.evaluated = time.perf_counter(), 0.0  # when, and seconds of evaluations since
         self.latest: dict[str, float] = {}
@@ -174,6 +182,7 @@ class Logger:
                 raise BadInput(f"--wandb-project-name {args.wandb_project_name}: {reason}.") from error
             raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
         self.wandb_id.write_text(run.id)
+        self.video = wandb.Video
         run.define_metric("*", step_metric="global_step")
         source = wandb.Artifact(f"source-{script}", type="source")
         for path in source_files(Path(file)):
@@ -207,18 +216,35 @@ class Logger:
         assert not unknown, f"columns that the header lacks: {unknown}"
         cells = [repr(plain(row[column])) if column in row else "" for column in self.columns]
         self._write(cells)
-        self._send(cells)
+        self._send(cells, self._film(row["global_step"]) if "eval/episodic_return" in row else None)
         self.rows += row["global_step"] > 0
         self.latest |= row
         if self.learning is None and any(name.startswith("losses/") and name != "losses/alpha" for name in row):
             self.learning = row["global_step"], time.perf_counter()
         self._print("eval/episodic_return" in row)
 
-    def _send(self, cells: list[str]) -> None:
+    def _film(self, global_step: int) -> Path | None:
+        """The film of the evaluation that was logged; of what cannot be drawn, one line says why, and no more is."""
+        if not self.films:
+            return None
+        path, started = self.dir / "videos" / f"{global_step}.mp4", time.perf_counter()
+        try:
+            film(path, self.args.env_id, self.eval_envs.first, self.alive)
+            return path
+        except Exception as error:  # a simulator's own, a missing display's, a full disk's
+            self.note(f"--capture-video: no films ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+            self.films = False
+            return None
+        finally:
+            self.evaluated += time.perf_counter() - started
+
+    def _send(self, cells: list[str], video: Path | None = None) -> None:
         """Send a row of metrics.csv to wandb, under its number there, unless wandb has it from before a stop."""
         if self.wandb is not None and self.number >= self.wandb.starting_step:
             names = ("charts/SPS" if name == "time/SPS" else name for name in self.columns)
             row = {name: float(cell) for name, cell in zip(names, cells, strict=True) if cell}
+            if video is not None:
+                row["videos/evaluation"] = self.video(str(video), format="mp4")
             self.wandb.log(row, step=self.number)
         self.number += 1
 

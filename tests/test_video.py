@@ -1,0 +1,120 @@
+"""--capture-video: films of the very episodes that count, and runs that are the same with and without."""
+
+import re
+import sys
+
+import av
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import ppo_ddp
+from common.environments import EVALUATION, Episode, is_native_atari, make_envs
+from common.launch import BadInput
+from common.video import film
+from runs import run
+
+SPACES = gym.spaces.Discrete, gym.spaces.Box
+
+
+def played(env_id: str, most: int) -> Episode:
+    """Episode 0 of seed 1, with random actions, at most so many."""
+    envs = make_envs(env_id, 1, EVALUATION, [0], SPACES)
+    envs.single_action_space.seed(1)
+    envs.start()
+    actions, total = [], 0.0
+    while len(actions) < most:
+        actions.append(np.array(envs.single_action_space.sample()))
+        _, rewards, terminations, truncations, _ = envs.step(actions[-1][None])
+        total += float(rewards[0])
+        if terminations[0] or truncations[0]:
+            break
+    envs.close()
+    return Episode(int(envs.seeds[0]), actions, total)
+
+
+def frames_of(path) -> tuple[list[np.ndarray], float]:
+    with av.open(path) as file:
+        rate = float(file.streams.video[0].average_rate)
+        return [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)], rate
+
+
+@pytest.mark.parametrize(
+    "env_id, shape, every, rate",
+    [
+        ("CartPole-v1", (400, 600, 3), 2, 25),
+        ("LunarLander-v3", (400, 600, 3), 2, 25),
+        ("MinAtar/Breakout-v1", (260, 260, 3), 1, 30),
+        ("ALE/Pong-v5", (420, 320, 3), 1, 15),
+        ("Hopper-v5", (480, 480, 3), 5, 25),
+    ],
+)
+def test_a_film_shows_the_episode(env_id, shape, every, rate, tmp_path, monkeypatch):
+    """As many pictures as steps, or each second or fifth, of the right size and colours, from the first state on."""
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    episode = played(env_id, 60)
+    if is_native_atari(env_id):
+        first = None
+    else:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env.reset(seed=episode.seed)
+        try:
+            first = env.render()
+        except Exception as error:  # MuJoCo's, in many ways, where no library draws without a display
+            pytest.skip(f"{env_id} cannot be drawn here: {error}")
+    film(tmp_path / "videos" / "7.mp4", env_id, episode, lambda: None)
+    assert [path.name for path in (tmp_path / "videos").iterdir()] == ["7.mp4"]
+    frames, fps = frames_of(tmp_path / "videos" / "7.mp4")
+    assert len(frames) == -(-len(episode.actions) // every) > 1 and fps == rate
+    assert all(frame.shape == shape for frame in frames)
+    if first is None:  # Pong's table and its players
+        assert np.abs(frames[0][200, 160].astype(int) - (144, 72, 17)).max() < 12
+        assert (np.abs(frames[0].astype(int) - (92, 186, 92)).max(-1) < 40).sum() > 50
+    else:
+        first = first * 255 if first.dtype != np.uint8 else first
+        times = shape[0] // first.shape[0]
+        first = first.repeat(times, 0).repeat(times, 1)
+        assert np.abs(frames[0].astype(float) - first).mean() < 3 < np.abs(frames[-1].astype(float) - first).max()
+
+
+def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
+    """Nothing is left where, played again, it comes to another return."""
+    episode = played("CartPole-v1", 60)._replace(episodic_return=1e6)
+    with pytest.raises(ValueError, match="^played again, the episode came to "):
+        film(tmp_path / "videos" / "7.mp4", "CartPole-v1", episode, lambda: None)
+    assert list((tmp_path / "videos").iterdir()) == []
+
+
+FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-every 256 --eval-episodes 4"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_numbers_are_the_same_with_and_without(size, tmp_path):
+    """The rows of metrics.csv; and there is a film of each evaluation, as long as its first episode."""
+    calm = run("ppo_ddp.py", size, FLAGS, tmp_path / "calm")
+    filmed = run("ppo_ddp.py", size, f"{FLAGS} --capture-video", tmp_path / "filmed")
+    assert calm.rows == filmed.rows
+    films = {path.name: path for path in (filmed.dir / "videos").iterdir()}
+    assert films.keys() == {"0.mp4", "256.mp4", "512.mp4"}
+    if size == 1:
+        alone = run("ppo_ddp.py", 1, f"{FLAGS} --eval-episodes 1", tmp_path / "alone")  # whose mean is that episode's
+        for row in (row for row in alone.rows if row["eval/episodic_length"]):
+            frames, _ = frames_of(films[f"{row['global_step']}.mp4"])
+            assert len(frames) == -(-round(float(row["eval/episodic_length"])) // 2)
+
+
+def test_what_cannot_be_drawn_is_said_once_and_the_run_goes_on(tmp_path):
+    flags = f"{FLAGS} --env-id envs:Dots-v0 --capture-video"
+    done = run("ppo_ddp.py", 1, flags, tmp_path / "run")
+    assert len(re.findall("--capture-video: no films ", done.out)) == 1 and done.rows[-1]["eval/episodic_return"]
+    assert not list((done.dir / "videos").iterdir())
+
+
+def test_a_missing_encoder_and_no_evaluations_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(BadInput, match="^--capture-video: needs av: pip install av"):
+        ppo_ddp.main(ppo_ddp.Args(cuda=False, capture_video=True, run_dir=str(tmp_path / "run")))
+    with pytest.raises(BadInput, match="^--eval-every 0: must be at least 1 with --capture-video"):
+        ppo_ddp.Args(capture_video=True, eval_every=0)
+    assert not (tmp_path / "run").exists()
