@@ -28,7 +28,6 @@ from common.launch import BadInput, Fault
 
 if TYPE_CHECKING:
     from common.logger import Logger
-    from common.replay import ReplayBuffer
 
 VERSION = 1  # of these files
 
@@ -36,10 +35,10 @@ VERSION = 1  # of these files
 class Checkpoints:
     """Writes checkpoints and keeps the newest two; with --resume, reads the newest whole one at once.
 
-    `state`: modules, optimisers, generators, tensors and what has `state_dict`, equal on all ranks; `replay`: a buffer,
-    of which each rank has its part. Every rank makes one, inside the process group. Attributes: `global_step` and
-    `number` (1, 2, ...) of the last checkpoint, 0 before the first. Raises `BadInput`, naming the flag, where the run
-    cannot go on, and `SystemExit` with code 0 where it is finished.
+    `state`: modules, optimisers, generators, tensors and what has `state_dict`, equal on all ranks; `replay`: a
+    `ReplayBuffer`, of which each rank has its part. Every rank makes one, inside the process group. Attributes:
+    `global_step` and `number` (1, 2, ...) of the last checkpoint, 0 before the first. Raises `BadInput`, naming the
+    flag, where the run cannot go on, and `SystemExit` with code 0 where it is finished.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Checkpoints:
         world: World,
         logger: Logger,
         state: Mapping[str, Any],
-        replay: ReplayBuffer | None = None,
+        replay: Any = None,
     ) -> None:
         self.every, self.world, self.logger, self.replay = args.checkpoint_every, world, logger, replay
         self.state = {**state, "logger": logger, "torch": torch.default_generator}

@@ -12,7 +12,7 @@ from common.environments import Environments, Episode
 from common.shards import per_shard
 
 MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
-BOUNDARY = 100  # steps of an evaluation
+EVALUATION_BOUNDARY = 100  # steps of an evaluation
 
 
 class EpisodeStatistics:
@@ -61,8 +61,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Play episode e from its own seed, always the same, on the rank that has it -> a row of means and seconds.
 
-    Every `BOUNDARY` steps the ranks meet, so that a long evaluation is no hang; a stop request cuts it short, and then
-    its row counts for nothing (`world.stop`).
+    Every `EVALUATION_BOUNDARY` steps the ranks meet, so that a long evaluation is no hang; a stop request cuts it
+    short, and then its row counts for nothing (`world.stop`).
     `act` maps a shard's observations (n, *shape) to actions for `envs`, which hold one environment for each of this
     rank's episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.
     """
@@ -83,7 +83,7 @@ def evaluate(
                 if playing[i]:  # the first episode of each counts
                     results[envs.indices[i]], playing[i] = (episode_return, length), False
             statistics.finished.clear()
-        if step % BOUNDARY == 0 and (not world.gather([playing.sum()]).any() or world.stop):  # collective
+        if step % EVALUATION_BOUNDARY == 0 and (not world.gather([playing.sum()]).any() or world.stop):  # collective
             break
     for i in np.flatnonzero(playing):
         results[envs.indices[i]] = statistics.returns[i], statistics.lengths[i]

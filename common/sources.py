@@ -10,8 +10,9 @@ from common.files import hashing
 
 
 def source_files(script: Path) -> list[Path]:
-    """A script and the files of `common/`, absolute."""
-    return [script.absolute(), *sorted(Path(__file__).absolute().parent.glob("*.py"))]
+    """A script and the files of `common/`, absolute; the script alone where it holds them (`common.onefile`)."""
+    here = Path(__file__).absolute()
+    return [script.absolute(), *(sorted(here.parent.glob("*.py")) if here != script.absolute() else [])]
 
 
 def git(folder: Path, *words: str | Path) -> str | None:

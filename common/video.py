@@ -19,7 +19,7 @@ from common.environments import Episode, is_native_atari, make_vec
 from common.launch import BadInput
 
 FPS = 30  # at most: of more steps a second, each second, third, ... is drawn
-SMALLEST = 256  # pixels of the longer side: smaller pictures are enlarged
+LEAST_SIDE = 256  # pixels of the longer side: smaller pictures are enlarged
 COLOURS = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}  # for ALE's own environments
 
 
@@ -84,6 +84,6 @@ def as_film_takes_it(picture: np.ndarray) -> np.ndarray:
     """A picture (h, w, 3), uint8 or floats from 0 to 1 -> uint8, enlarged where tiny, of even height and width."""
     if np.issubdtype(picture.dtype, np.floating):
         picture = (picture * 255).round().astype(np.uint8)
-    times = math.ceil(SMALLEST / max(picture.shape[:2]))
+    times = math.ceil(LEAST_SIDE / max(picture.shape[:2]))
     picture = picture.repeat(times, 0).repeat(times, 1)
     return np.pad(picture, ((0, picture.shape[0] % 2), (0, picture.shape[1] % 2), (0, 0)), "edge")

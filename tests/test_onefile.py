@@ -1,0 +1,76 @@
+"""common.onefile: a script and what it uses of common/ as one file, which does the same alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.launch import BadInput
+from common.onefile import one_file
+from runs import ROOT, finish, flat, run, start
+
+CASES = {
+    "ppo_ddp.py": (
+        2,
+        "--num-envs 4 --num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 3",
+    ),
+    "ppg_ddp.py": (1, "--num-envs 4 --num-steps 32 --n-pi 2 --total-timesteps 1024 --eval-every 512 --eval-episodes 3"),
+    "dqn_ddp.py": (2, "--learning-starts 500 --total-timesteps 800 --prioritized --eval-every 400 --eval-episodes 3"),
+    "sac_ddp.py": (1, "--learning-starts 500 --total-timesteps 600 --eval-every 0"),
+}
+
+
+def made(script: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "common.onefile", script, str(folder / "mine.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(f"{folder / 'mine.py'}: "), done.stderr
+    return folder / "mine.py"
+
+
+@pytest.mark.parametrize("script", CASES)
+def test_one_file_gives_the_scripts_bytes(script, tmp_path):
+    """In an empty folder with nothing else to import; as linters and formatters want it; with what it uses, only."""
+    path, (size, flags) = made(script, tmp_path), CASES[script]
+    for words in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *words, "--no-cache", "--config", str(ROOT / "pyproject.toml"), path]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    text = path.read_text()
+    assert "from common" not in text and "import common" not in text and "# FROM common/onefile.py" not in text
+    assert ("class ReplayBuffer" in text) == (script in ("dqn_ddp.py", "sac_ddp.py"))
+    assert ("class RunningMoments" in text) == (script in ("ppo_ddp.py", "ppg_ddp.py"))
+    assert (ROOT / script).read_text().split("\n\n\n", 1)[1] in text, "the script's own part is not as it stands"
+    flags = f"{flags} --shards 2 --save-model"
+    alone = finish(start(path, size, f"{flags} --run-dir run", cwd=tmp_path, PYTHONPATH=""), tmp_path / "run")
+    assert alone.code == 0, alone.err
+    calm = run(script, 1, flags, tmp_path / "calm", dtype="float32")
+    assert alone.rows == calm.rows
+    one, two = dict(flat(alone.model)), dict(flat(calm.model))
+    assert one.keys() == two.keys() and all(x.equal(two[name]) for name, x in one.items())
+
+
+def test_one_file_speaks_as_the_script_does(tmp_path):
+    """--help, and a wrong flag."""
+    path = made("ppo_ddp.py", tmp_path)
+    helped = finish(start(path, 1, "--help", cwd=tmp_path, PYTHONPATH=""), tmp_path)
+    assert helped.code == 0 and "--shards" in helped.out and "--clip-coef" in helped.out
+    wrong = finish(start(path, 1, "--num-steps 30", cwd=tmp_path, PYTHONPATH=""), tmp_path)
+    assert wrong.code == 2 and "--num-steps 30: must be a multiple of" in wrong.err and not (tmp_path / "runs").exists()
+
+
+def test_it_overwrites_nothing_and_names_clashes(tmp_path):
+    path = made("ppo_ddp.py", tmp_path)
+    before = path.read_bytes()
+    command = [sys.executable, "-m", "common.onefile", "ppo_ddp.py", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"TARGET {path}: is there already; name a new file." in done.stderr
+    assert path.read_bytes() == before
+    text = (ROOT / "ppo_ddp.py").read_text()
+    script = tmp_path / "edited.py"
+    script.write_text(text.replace("class PPOLoss", "def environment_seeds():\n    pass\n\n\nclass PPOLoss"))
+    with pytest.raises(BadInput, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
+        one_file(script, "mine.py")
+    script.write_text(text.replace("from common.periods import crossed", "from common.periods import crossed as c"))
+    with pytest.raises(BadInput, match=r"edited\.py, line \d+: import names from common's files one by one"):
+        one_file(script, "mine.py")
