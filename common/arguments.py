@@ -13,7 +13,7 @@ from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 
 # flags that a run may change on its way: they change no number and no row (--cuda: roundings, of which it is told)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "cuda", "save_model", "timeout"}
-FREE |= {"capture_video"}
+FREE |= {"capture_video", "tensorboard"}
 FREE |= {"check_sync_every"}
 EXPERIMENT = {"seed", "shards", "checkpoint_every", "load_model"}  # of those in RunArgs, what numbers depend on
 
@@ -41,6 +41,8 @@ class RunArgs:
     """wandb's project"""
     wandb_entity: str | None = None
     """wandb's user or team"""
+    tensorboard: bool = False
+    """write the same rows for `tensorboard --logdir runs` (needs tensorboard)"""
     cuda: bool = True
     """use GPUs where there are any"""
     num_threads: Threads = 0

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -24,12 +25,13 @@ from common.environments import Environments
 from common.files import locked, write_whole
 from common.launch import BadInput, Fault
 from common.machine import environment_record
-from common.sources import source_files, source_record
+from common.sources import source_record
+from common.tracking import TensorBoard, Wandb
 from common.video import film, require_encoder
 
 
 class Logger:
-    """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to wandb if `args.track`.
+    """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows elsewhere by flag.
 
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
     `global_step`; `eval_envs`: those of which --capture-video films one. Raises `BadInput` for a directory that holds a
@@ -55,8 +57,7 @@ class Logger:
         self.learning: tuple[float, float] | None = None  # step and time of the first row that has a loss
         script = Path(file).stem
         self.dir, self.made = self._make_dir(args, script)
-        self.path, self.config, self.file, self.wandb = self.dir / "metrics.csv", self.dir / "config.json", None, None
-        self.wandb_id = self.dir / "wandb_id"
+        self.path, self.config, self.file, self.trackers = self.dir / "metrics.csv", self.dir / "config.json", None, []
         self.resumed = args.resume and self.config.exists()
         self.finished = self.resumed and (self.dir / "finished").exists()
         try:
@@ -68,8 +69,10 @@ class Logger:
                 self.file = open(self.path, "ab", buffering=0)
             else:
                 self.begin()
+            if args.tensorboard and not self.finished:
+                self.trackers.append(TensorBoard(self.dir))
             if args.track and not self.finished:
-                self.wandb = self._start_wandb(args, file, environment)
+                self.trackers.append(Wandb(args, file, self.dir, environment, self.resumed))
         except (OSError, Fault) as error:
             self._remove()
             os.close(self.lock)
@@ -110,7 +113,7 @@ class Logger:
         return {"metrics": self.path.read_text(), "wall": wall, "evaluated": self.evaluated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let metrics.csv hold what it held then, and wandb what it lacks of that; the clock goes on from there."""
+        """Let metrics.csv hold what it held then, and others what they lack of that; the clock goes on from there."""
         if self.enabled:
             write_whole(self.path, state["metrics"].encode())
             if self.file is not None:
@@ -146,49 +149,15 @@ class Logger:
         """Leave nothing of a run that did not start; what else is in the directory stays."""
         if self.resumed:
             return
+        shutil.rmtree(self.dir / "tensorboard", ignore_errors=True)
         if self.file is not None:
             self.file.close()
         with contextlib.suppress(OSError):
-            for path in (self.config, self.path, self.dir / "changes.diff", self.wandb_id):
+            for path in (self.config, self.path, self.dir / "changes.diff", self.dir / "wandb_id"):
                 path.unlink(missing_ok=True)
         for folder in self.made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-    def _start_wandb(self, args: RunArgs, file: str, environment: dict) -> Any:
-        script = Path(file).stem
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise BadInput("--track: needs wandb: pip install wandb") from error
-        try:
-            going_on = self.wandb_id.exists()
-            offline = wandb.setup().settings.mode in ("offline", "dryrun")  # where each start's folder is a whole run
-            run = wandb.init(
-                id=self.wandb_id.read_text() if going_on else None,
-                resume="allow" if going_on and not offline else None,
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                name=self.dir.name,
-                group=f"{args.env_id}__{script}",  # the seeds of one experiment
-                tags=[script, f"processes-{environment['world_size']}"],
-                config=dataclasses.asdict(args) | environment,
-            )
-        except Exception as error:  # wandb's own, and those of its settings
-            reason = " ".join(str(error).split())[:200]
-            if "log in" in reason or "login" in reason:
-                reason = "not logged in to wandb"
-            if "project name" in reason:
-                raise BadInput(f"--wandb-project-name {args.wandb_project_name}: {reason}.") from error
-            raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
-        self.wandb_id.write_text(run.id)
-        self.video = wandb.Video
-        run.define_metric("*", step_metric="global_step")
-        source = wandb.Artifact(f"source-{script}", type="source")
-        for path in source_files(Path(file)):
-            source.add_file(str(path), name=path.name if path.stem == script else f"common/{path.name}")
-        run.log_artifact(source)
-        return run
 
     def start(self, plan: str) -> None:
         """Print what is about to be run, and start the clock of `time/wall` and `time/SPS`."""
@@ -239,13 +208,11 @@ class Logger:
             self.evaluated += time.perf_counter() - started
 
     def _send(self, cells: list[str], video: Path | None = None) -> None:
-        """Send a row of metrics.csv to wandb, under its number there, unless wandb has it from before a stop."""
-        if self.wandb is not None and self.number >= self.wandb.starting_step:
-            names = ("charts/SPS" if name == "time/SPS" else name for name in self.columns)
-            row = {name: float(cell) for name, cell in zip(names, cells, strict=True) if cell}
-            if video is not None:
-                row["videos/evaluation"] = self.video(str(video), format="mp4")
-            self.wandb.log(row, step=self.number)
+        """Send a row of metrics.csv to those who lack it, under its number there."""
+        for tracker in self.trackers:
+            if self.number >= tracker.starting_step:
+                row = {name: float(cell) for name, cell in zip(self.columns, cells, strict=True) if cell}
+                tracker.send(self.number, row, video)
         self.number += 1
 
     def _write(self, cells: Iterable[str]) -> None:
@@ -314,8 +281,8 @@ class Logger:
         os.close(self.lock)
         if sys.stdout.isatty():
             self.note("")
-        if self.wandb is not None:
-            self.wandb.finish(exit_code=0 if kind is None else 1)
+        for tracker in self.trackers:
+            tracker.finish(kind is not None, self.note)
 
 
 def plain(value: Any) -> int | float:

@@ -3,9 +3,11 @@
 import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import ppo_ddp
 from benchmark import compare, plot
+from benchmark import run as runner
 from common.launch import BadInput
 from common.machine import ARITHMETIC, processor
 from common.sources import source_record
@@ -161,6 +164,19 @@ SUITE = [
     )
 ]
 """
+
+
+def test_the_readmes_sweep_is_a_suite(tmp_path, capsys):
+    """Its commands, with those of three learning rates and five seeds, each of which goes on after a stop."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (block,) = (block for block in blocks if "from benchmark.suites import work" in block)
+    (tmp_path / "my_suite.py").write_text(textwrap.dedent(block))
+    runner.main(runner.Args(str(tmp_path / "my_suite.py"), dry_run=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(set(lines)) == 15 and all(" --resume " in line for line in lines)
+    for line in lines:
+        words = shlex.split(line)
+        ppo_ddp.tyro.cli(ppo_ddp.Args, args=words[words.index("ppo_ddp.py") + 1 :])
 
 
 def test_a_suite_of_ones_own(tmp_path):

@@ -1,0 +1,79 @@
+"""--track and --tensorboard: what is sent, and that nothing of it stops or slows a run."""
+
+import csv
+import json
+import math
+
+import pytest
+from test_elastic import STUB
+
+import ppo_ddp
+from common.launch import BadInput
+from runs import ROOT, Run, finish, run, start
+
+FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --eval-every 512 --eval-episodes 3"
+SLOW = {
+    "fails": "if step == 3: raise ConnectionError('the network is down')",
+    "hangs": "if step == 3: time.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("how", SLOW)
+def test_a_wandb_that_fails_or_hangs_holds_nothing_up(how, tmp_path):
+    """All rows are in metrics.csv, in the time that they take; the end says how many were sent, and ends with 0."""
+    log = f"def log(self, row, step):\n        {SLOW[how]}\n        note([step, row])"
+    stub = STUB.replace("import json, os", "import json, os, time")
+    stub = stub.replace("def log(self, row, step): note([step, row])", log)
+    (tmp_path / "wandb.py").write_text(stub)
+    (tmp_path / "sitecustomize.py").write_text("import common.tracking\ncommon.tracking.PATIENCE = 1.0, 1.0\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}
+    done = finish(start("ppo_ddp.py", 1, f"{FLAGS} --track --run-dir run", cwd=tmp_path, **env), tmp_path / "run")
+    assert done.code == 0 and len(done.rows) == 16, done.err
+    reason = "the network is down" if how == "fails" else "it did not answer for 1 seconds"
+    assert f"--track: wandb was handed 3 of 16 rows ({reason}); metrics.csv has all, and `wandb sync " in done.out
+    assert len((tmp_path / "sent").read_text().splitlines()) == 1 + 3  # init, and the rows
+
+
+def events(folder) -> dict[tuple[str, int], float]:
+    """What TensorBoard has: by name and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read.Reload()
+    return {(name, event.step): event.value for name in read.Tags()["scalars"] for event in read.Scalars(name)}
+
+
+def expected(done: Run) -> dict[tuple[str, int], float]:
+    with open(done.dir / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(name, int(row["global_step"])): float(cell) for row in rows for name, cell in row.items() if cell}
+    return {("charts/SPS" if name == "time/SPS" else name, step): x for (name, step), x in found.items()}
+
+
+def test_tensorboard_holds_what_metrics_csv_holds(tmp_path):
+    """Each number at its step, once; also of a run that was killed and went on."""
+    flags = f"{FLAGS} --tensorboard --checkpoint-every 512 --resume"
+    fault = {"LOCKSTEP_FAULT": "kill@0@27", "code": -9}
+    run("ppo_ddp.py", 2, flags, tmp_path / "run", **fault)
+    done = run("ppo_ddp.py", 2, flags, tmp_path / "run")
+    assert "going on from" in done.out and len(list((done.dir / "tensorboard").iterdir())) == 1
+    there, here = events(done.dir / "tensorboard"), expected(done)
+    assert there.keys() == here.keys() and len(here) > 100
+    assert all(math.isclose(there[key], x, rel_tol=1e-6) for key, x in here.items())  # which keeps float32
+
+
+def test_a_missing_tensorboard_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(BadInput, match="^--tensorboard: needs tensorboard: pip install tensorboard"):
+        ppo_ddp.main(ppo_ddp.Args(cuda=False, tensorboard=True, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_summarises_evaluations(tmp_path):
+    """The best and the last return are asked for; names, groups and code are tested with the history."""
+    stub = STUB.replace("def define_metric(self, *_, **__): pass", "def define_metric(self, *a, **k): note([a, k])")
+    (tmp_path / "wandb.py").write_text(stub)
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}
+    done = finish(start("ppo_ddp.py", 1, f"{FLAGS} --track --run-dir run", cwd=tmp_path, **env), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "sent").read_text().splitlines()]
+    assert done.code == 0 and [["eval/episodic_return"], {"step_metric": "global_step", "summary": "max,last"}] in lines
