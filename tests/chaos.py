@@ -33,7 +33,7 @@ CASES = {
     ),
     "ppg": (
         "ppg_ddp.py",
-        "--num-envs 8 --num-steps 32 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8 --total-timesteps 20480"
+        "--num-envs 8 --num-steps 32 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8 --total-timesteps 40960"
         " --checkpoint-every 512 --eval-every 5000 --eval-episodes 6",
     ),
     "dqn": (

@@ -154,16 +154,16 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
         (tmp_path / "tiny.py").write_text(suite.replace("FLAGS", f"{flags} --total-timesteps {steps}"))
         return subprocess.Popen(RUN, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
 
-    process = start(25600)
+    process = start(12800)
     wait_until(lambda: any((tmp_path / "work" / name / "checkpoints").glob("*/manifest.json")), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and f"{name} ended in" in output, output
-    process = start(25600)
+    process = start(12800)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and f"{name} done in" in output, output
     assert "going on from" in (tmp_path / "work" / f"{name}.log").read_text()
-    calm = run_script("ppo_ddp.py", 1, f"{flags} --total-timesteps 25600", tmp_path / "calm", dtype="float32")
+    calm = run_script("ppo_ddp.py", 1, f"{flags} --total-timesteps 12800", tmp_path / "calm", dtype="float32")
     with open(tmp_path / "results" / "tiny" / f"{name}.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["charts/episodic_return"] for row in rows] == [row["charts/episodic_return"] for row in calm.rows]

@@ -18,7 +18,7 @@ from runs import ROOT, finish, flat, run, start
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 EVALS = "--eval-every 1000000 --eval-episodes 5"
 CASES = {
-    "ppo": ("ppo_ddp.py", "--num-envs 4 --num-steps 64 --total-timesteps 4096 --norm-obs"),
+    "ppo": ("ppo_ddp.py", "--num-envs 4 --num-steps 64 --total-timesteps 2048 --norm-obs"),
     "ppo continuous": (
         "ppo_ddp.py",
         "--env-id Pendulum-v1 --num-envs 4 --num-steps 64 --total-timesteps 1024 --norm-obs",
@@ -56,9 +56,9 @@ def test_only_the_first_start_loads(tmp_path):
     """A run that goes on needs the file no more, and ends in the bytes of one that was not killed."""
     path = tmp_path / "model.pt"
     model_of(tmp_path, "ppo", 1).dir.joinpath("model.pt").rename(path)
-    flags = f"{CASES['ppo'][1]} {EVALS} --load-model {path} --checkpoint-every 1024 --save-model"
+    flags = f"{CASES['ppo'][1]} {EVALS} --load-model {path} --checkpoint-every 512 --save-model"
     calm = run("ppo_ddp.py", 1, flags, tmp_path / "calm", dtype="float32")
-    killed = {"LOCKSTEP_FAULT": "kill@0@40", "code": -9}
+    killed = {"LOCKSTEP_FAULT": "kill@0@24", "code": -9}
     run("ppo_ddp.py", 1, f"{flags} --resume", tmp_path / "killed", dtype="float32", **killed)
     path.unlink()
     again = run("ppo_ddp.py", 1, f"{flags} --resume", tmp_path / "killed", dtype="float32")

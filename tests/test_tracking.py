@@ -69,11 +69,14 @@ def test_a_missing_tensorboard_is_told(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_summarises_evaluations(tmp_path):
-    """The best and the last return are asked for; names, groups and code are tested with the history."""
+def test_wandb_has_films_and_a_summary(tmp_path):
+    """The best and the last return are asked for; each evaluation's row has its film."""
     stub = STUB.replace("def define_metric(self, *_, **__): pass", "def define_metric(self, *a, **k): note([a, k])")
     (tmp_path / "wandb.py").write_text(stub)
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}
-    done = finish(start("ppo_ddp.py", 1, f"{FLAGS} --track --run-dir run", cwd=tmp_path, **env), tmp_path / "run")
+    flags = f"{FLAGS} --track --capture-video --run-dir run"
+    done = finish(start("ppo_ddp.py", 1, flags, cwd=tmp_path, **env), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "sent").read_text().splitlines()]
     assert done.code == 0 and [["eval/episodic_return"], {"step_metric": "global_step", "summary": "max,last"}] in lines
+    films = {row["global_step"]: row["videos/evaluation"] for _, row in lines if "videos/evaluation" in (row or {})}
+    assert films == {step: f"run/videos/{step}.mp4" for step in (0, 512, 1024, 1536)}
