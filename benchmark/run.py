@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,6 +34,7 @@ import tyro
 from benchmark.suites import Suite, suite_of
 from common.distributed import World
 from common.launch import BadInput
+from common.sources import source_record
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("commit", "changed", "sources", "world_size", "threads", "device", "instructions", "arithmetic", "versions")
@@ -86,7 +88,7 @@ class Run:
     @property
     def goes_on(self) -> bool:
         """Whether the run writes checkpoints, from which it goes on if it was interrupted."""
-        return "--checkpoint-every" in self.flags.replace("_", "-")
+        return re.search(r"--checkpoint[-_]every[ =]+0*[1-9]", self.flags) is not None
 
     @property
     def shown(self) -> str:
@@ -126,19 +128,27 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     wall = max((float(row["time/wall"]) for row in rows), default=0.0)  # over all parts of a run that went on
     if config["changed"]:
         shutil.copy(run_dir / "changes.diff", target / f"{run.name}.diff")
+    for part in config.get("continued", []):
+        change = run_dir / f"changes-{part['global_step']}.diff"
+        if change.exists():
+            shutil.copy(change, target / f"{run.name}-{part['global_step']}.diff")
     about = {"command": run.shown, "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
     about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
     part = target / f"{run.name}.json.part"
     part.write_text(json.dumps(about, indent=2) + "\n")
     os.replace(part, target / f"{run.name}.json")
+    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # a recorded run is not gone on with
 
 
-def started_by(words: list[str], run_dir: Path) -> bool:
-    """Whether what is in a run's directory is of this very command."""
+def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
+    """Whether what is in a run's directory is not yet recorded, and of this very command and code."""
     try:
-        before = shlex.split(json.loads((run_dir / "config.json").read_text())["command"])
+        config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError):
         return False
+    if not (run_dir / "checkpoints").exists() or config["sources"] != source_record(script)[0]["sources"]:
+        return False
+    before = shlex.split(config["command"])
     return before[1:-1] == words[-len(before) :][1:-1]  # but the directory, which may have been moved
 
 
@@ -146,7 +156,7 @@ def progress(run_dir: Path) -> float:
     """Part of the budget that a run has done."""
     try:
         total = json.loads((run_dir / "config.json").read_text())["args"]["total_timesteps"]
-        return int((run_dir / "metrics.csv").read_text().splitlines()[-1].split(",")[0]) / total
+        return int((run_dir / "metrics.csv").read_text().splitlines()[-1].split(",")[0]) / max(total, 1)
     except (OSError, ValueError, IndexError):
         return 0.0
 
@@ -224,7 +234,7 @@ def main(args: Args) -> int:
             run_dir = args.work / run.name
             words = run.command(run_dir)
             words[words.index(run.script)] = str(scripts[run.script] / run.script)
-            if not (run.goes_on and started_by(words, run_dir)):
+            if not (run.goes_on and started_by(words, run_dir, scripts[run.script] / run.script)):
                 shutil.rmtree(run_dir, ignore_errors=True)  # of an unfinished one, or of other flags
             log = open(args.work / f"{run.name}.log", "w")
             process = subprocess.Popen(

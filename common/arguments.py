@@ -91,7 +91,10 @@ class RunArgs:
         if self.load_model is None or self.total_timesteps:
             require(self.total_timesteps >= least, "--total-timesteps", self.total_timesteps, needed)
         else:
-            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --total-timesteps 0")
+            alone = "with --total-timesteps 0"
+            require(self.eval_every > 0, "--eval-every", self.eval_every, f"at least 1 {alone}")
+            require(not self.save_model, "--save-model", True, f"left off {alone}")
+            require(not self.checkpoint_every, "--checkpoint-every", self.checkpoint_every, f"0 {alone}")
 
 
 def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:

@@ -227,6 +227,8 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
             raise BadInput(f"--load-model {path}: {name} is {shapes[0]} there, {shapes[1]} here; {advice}.")
     normalized = model["args"].get("norm_obs", False)
     require(getattr(args, "norm_obs", False) == normalized, "--norm-obs", not normalized, f"{normalized} with {path}")
+    if model["args"].get("env_id") != args.env_id:
+        checkpoints.logger.note(f"{path} is of {model['args'].get('env_id')}, and this is {args.env_id}")
     for name, value in kept.items():
         restore(value, model[name])
 

@@ -112,7 +112,7 @@ class World:
                 store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit)))
                 store = dist.PrefixStore(attempt_name(store, rank, world_size, deadline), store)
             except (dist.DistError, TimeoutError) as error:
-                if peer_ended(error):
+                if peer_ended(error) or time.monotonic() < deadline - 1.0:
                     raise
                 hint = "where nodes come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
                 raise Fault(f"the ranks did not meet within --timeout {timeout:g} seconds; {hint}.") from error

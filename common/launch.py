@@ -80,6 +80,7 @@ def explained(error: BaseException) -> bool:
 def peer_ended(error: BaseException) -> bool:
     """True for the error of a collective whose other end is gone: the fault is another rank's."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    signs += ("got 0 bytes",)  # the store's
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     return several and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

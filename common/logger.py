@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -49,7 +48,7 @@ class Logger:
             require_encoder()
         if not self.enabled:
             return
-        self.columns, self.eval_envs, self.alive = ("global_step", *columns), eval_envs, world.watchdog.feed
+        self.columns, self.eval_envs, self.feed = ("global_step", *columns), eval_envs, world.watchdog.feed
         self.films = args.capture_video
         self.rows, self.last_line = 0, 0.0
         self.started, self.evaluated = time.perf_counter(), 0.0  # when, and seconds of evaluations since
@@ -70,9 +69,14 @@ class Logger:
             else:
                 self.begin()
             if args.tensorboard and not self.finished:
-                self.trackers.append(TensorBoard(self.dir))
+                self.trackers.append(TensorBoard(self.dir, self.resumed, self.note))
             if args.track and not self.finished:
-                self.trackers.append(Wandb(args, file, self.dir, environment, self.resumed))
+                try:
+                    self.trackers.append(Wandb(args, file, self.dir, environment, self.resumed, self.note))
+                except BadInput as error:
+                    if not self.resumed:
+                        raise
+                    self.note(f"{error} The run goes on without; a later start sends what is lacking.")
         except (OSError, Fault) as error:
             self._remove()
             os.close(self.lock)
@@ -122,7 +126,10 @@ class Logger:
             self.wall, self.evaluated = state["wall"], state["evaluated"]
             self.number = 0
             for line in state["metrics"].splitlines()[1:]:
-                self._send(line.split(","))
+                cells = line.split(",")
+                video = self.dir / "videos" / f"{cells[0]}.mp4"
+                evaluation = cells[self.columns.index("eval/episodic_return")]
+                self._send(cells, video if evaluation and self.args.capture_video and video.exists() else None)
 
     def _make_dir(self, args: RunArgs, script: str) -> tuple[Path, list[Path]]:
         """The run directory, and which directories were made for it."""
@@ -149,13 +156,14 @@ class Logger:
         """Leave nothing of a run that did not start; what else is in the directory stays."""
         if self.resumed:
             return
-        shutil.rmtree(self.dir / "tensorboard", ignore_errors=True)
+        for tracker in self.trackers:
+            tracker.remove()
         if self.file is not None:
             self.file.close()
         with contextlib.suppress(OSError):
-            for path in (self.config, self.path, self.dir / "changes.diff", self.dir / "wandb_id"):
+            for path in (self.config, self.path, self.dir / "changes.diff", self.dir / "videos" / "0.mp4"):
                 path.unlink(missing_ok=True)
-        for folder in self.made:
+        for folder in ((self.dir / "videos",) if self.args.capture_video else ()) + tuple(self.made):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -197,8 +205,14 @@ class Logger:
         if not self.films:
             return None
         path, started = self.dir / "videos" / f"{global_step}.mp4", time.perf_counter()
+
+        def alive() -> None:
+            if time.perf_counter() - started > self.args.timeout / 2:  # the other ranks wait
+                raise TimeoutError("it took half of --timeout")
+            self.feed()
+
         try:
-            film(path, self.args.env_id, self.eval_envs.first, self.alive)
+            film(path, self.args.env_id, self.eval_envs.first, alive)
             return path
         except Exception as error:  # a simulator's own, a missing display's, a full disk's
             self.note(f"--capture-video: no films ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
@@ -275,14 +289,14 @@ class Logger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self.enabled:
             return
+        if sys.stdout.isatty():
+            self.note("")
+        for tracker in self.trackers:
+            tracker.finish(kind is not None)
         if kind is not None and not self.rows:
             self._remove()
         self.file.close()
         os.close(self.lock)
-        if sys.stdout.isatty():
-            self.note("")
-        for tracker in self.trackers:
-            tracker.finish(kind is not None, self.note)
 
 
 def plain(value: Any) -> int | float:

@@ -33,29 +33,51 @@ class Source:
     body: list[ast.stmt] = field(default_factory=list)
     defined: dict[str, list[int]] = field(default_factory=dict)  # name -> the statements that make it
     ours: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> a file of common/, its name there
-    imported: dict[str, str] = field(default_factory=dict)  # name -> the import that gives it alone
+    imported: dict[str, set[str]] = field(default_factory=dict)  # name -> the imports that give it alone
 
     def __post_init__(self) -> None:
         text = self.path.read_text()
-        self.lines, self.body = text.splitlines(), ast.parse(text).body
+        self.lines, self.body = text.splitlines(), ast.parse(text, str(self.path)).body
+        for statement in self.body:
+            if not only_for_types(statement):
+                self._check_imports(statement)
         for number, statement in enumerate(self.body):
             for name in names_made(statement):
                 self.defined.setdefault(name, []).append(number)
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
                     text = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-                    self.imported[alias.asname or alias.name.split(".")[0]] = text
+                    self.imported.setdefault(alias.asname or alias.name.split(".")[0], set()).add(text)
             elif isinstance(statement, ast.ImportFrom) and statement.module != "__future__":
                 for alias in statement.names:
                     module, name = statement.module or "", alias.asname or alias.name
-                    if module.split(".")[0] != "common":
-                        text = f"from {module} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-                        self.imported[name] = text
-                    elif alias.asname or module == "common":
-                        where = f"{self.path}, line {statement.lineno}"
-                        raise BadInput(f"{where}: import names from common's files one by one, by their own names.")
-                    else:
+                    if is_ours(module):
                         self.ours[name] = (module.removeprefix("common."), alias.name)
+                    else:
+                        text = f"from {module} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+                        self.imported[name] = {text}
+
+    def _check_imports(self, statement: ast.stmt) -> None:
+        """Raise `BadInput` for imports that cannot be followed."""
+        for node in ast.walk(statement):
+            at = f"{self.path}, line {getattr(node, 'lineno', 0)}"
+            plain = node is statement and isinstance(node, ast.ImportFrom)
+            names = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+            ours = isinstance(node, ast.Import) and any(is_ours(alias.name) for alias in names)
+            ours |= isinstance(node, ast.ImportFrom) and is_ours(node.module or "")
+            renamed = any(alias.asname for alias in names) or getattr(node, "module", "") == "common"
+            if ours and (not plain or renamed):
+                raise BadInput(f"{at}: import names from common's files one by one, at the top, by their own names.")
+            if any(alias.name == "*" for alias in names) or getattr(node, "level", 0):
+                raise BadInput(f"{at}: import names one by one, from modules by their full names.")
+
+    @property
+    def effects(self) -> list[int]:
+        """The statements that do something when the file is imported, beside defining names one by one."""
+        simple = ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom
+        doc = [n for n, s in enumerate(self.body[:1]) if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)]
+        numbers = (n for n, s in enumerate(self.body) if not isinstance(s, simple) and not only_for_types(s))
+        return [number for number in numbers if number not in doc]
 
     def text(self, number: int) -> list[str]:
         """The lines of a statement, with the comments that stand right above it."""
@@ -66,15 +88,28 @@ class Source:
         return self.lines[first : statement.end_lineno]
 
 
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] == "common"
+
+
+def only_for_types(statement: ast.stmt) -> bool:
+    """True for `if TYPE_CHECKING:`."""
+    return isinstance(statement, ast.If) and getattr(statement.test, "id", "") == "TYPE_CHECKING"
+
+
 def names_made(statement: ast.stmt) -> list[str]:
-    """What a statement of the top level defines or changes."""
+    """What a statement of the top level defines or changes, one by one or in a block; imports of the top level aside."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
-    if isinstance(statement, ast.Assign):
-        return [node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)]
-    if isinstance(statement, ast.AnnAssign | ast.AugAssign) and isinstance(statement.target, ast.Name):
-        return [statement.target.id]
-    return []
+    if isinstance(statement, ast.Import | ast.ImportFrom) or only_for_types(statement):
+        return []
+    made = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.append(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            made += [alias.asname or alias.name.split(".")[0] for alias in node.names]
+    return list(dict.fromkeys(made))
 
 
 def names_read(statement: ast.stmt) -> set[str]:
@@ -110,29 +145,48 @@ def one_file(script: Path, name: str) -> str:
 
     def want(module: str, number: int) -> None:
         """Take a statement, and first what it needs."""
-        if number in wanted.setdefault(module, set()):
+        source = sources[module]
+        if module not in wanted:
+            wanted[module] = set()
+            for effect in source.effects:
+                want(module, effect)
+        if number in wanted[module]:
             return
         wanted[module].add(number)
-        source = sources[module]
         for read in sorted(names_read(source.body[number])):
             if read in source.ours:
                 other, there = source.ours[read]
                 if other not in sources:
                     sources[other] = Source(COMMON / f"{other}.py")
+                if there not in sources[other].defined:
+                    raise BadInput(
+                        f"{source.path}: {there} is not made in {sources[other].path}; import it from where it is."
+                    )
                 for needed in sources[other].defined[there]:
                     want(other, needed)
             elif read in source.defined:
                 for needed in source.defined[read]:
                     want(module, needed)
             elif read in source.imported:
-                if imports.setdefault(read, (source.imported[read], source.path))[0] != source.imported[read]:
-                    raise clash(read, imports[read][1], source.path)
+                take(read, source)
         if module not in order:
             order.append(module)
 
+    def take(name: str, source: Source) -> None:
+        """Take what a file imports under a name; `import a` and `import a.b` agree."""
+        lines, path = imports.setdefault(name, (set(), source.path))
+        lines |= source.imported[name]
+        if len(lines) > 1 and any(not line.startswith("import ") or " as " in line for line in lines):
+            raise clash(name, path, source.path)
+
     own = sources[""]
+    for name_imported in own.imported:  # all: some are imported for what that does
+        take(name_imported, own)
     start = 1 if ast.get_docstring(ast.Module(own.body, [])) else 0
     parts = [n for n, s in enumerate(own.body) if n >= start and not isinstance(s, ast.Import | ast.ImportFrom)]
+    last = max((s.end_lineno for s in own.body if isinstance(s, ast.Import | ast.ImportFrom)), default=0)
+    if own.body[parts[0]].lineno < last:
+        raise BadInput(f"{script}, line {own.body[parts[0]].lineno}: stands before an import; put it after them.")
     for number in parts:
         want("", number)
     where = {name: path for name, (_, path) in imports.items()}
@@ -142,7 +196,12 @@ def one_file(script: Path, name: str) -> str:
                 if made in where:
                     raise clash(made, where[made], source.path)
                 where[made] = source.path
-    text = [*docstring(own, name), FUTURE, "", *sorted_imports([line for line, _ in imports.values()])]
+    text = [
+        *docstring(own, name),
+        FUTURE,
+        "",
+        *sorted_imports([line for lines, _ in imports.values() for line in lines]),
+    ]
     modules = ranked([module for module in order if module], sources)
     for module in modules:
         text += [*[""] * (1 if module == modules[0] else 2), f"# FROM common/{module}.py"]

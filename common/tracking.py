@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import queue
-import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from common.arguments import RunArgs
 from common.launch import BadInput, end_now
 from common.sources import source_files
 
-PATIENCE = 60.0, 8.0  # seconds that wandb has at the end of a run, and of one that was stopped or failed
+LAST_WAIT = 60.0, 2.0  # seconds that wandb has at the end of a run, and of one that was stopped or failed
 
 
 class Wandb:
@@ -25,7 +25,15 @@ class Wandb:
     how many rows it has from before. Raises `BadInput` (--track) where wandb is missing, or nobody logged in.
     """
 
-    def __init__(self, args: RunArgs, file: str, folder: Path, environment: Mapping[str, Any], resumed: bool) -> None:
+    def __init__(
+        self,
+        args: RunArgs,
+        file: str,
+        folder: Path,
+        environment: Mapping[str, Any],
+        resumed: bool,
+        note: Callable[[str], None],
+    ) -> None:
         script, kept = Path(file).stem, folder / "wandb_id"
         try:
             import wandb
@@ -58,6 +66,7 @@ class Wandb:
                 raise BadInput(f"--wandb-project-name {args.wandb_project_name}: {reason}.") from error
             raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
         kept.write_text(self.run.id)
+        self.note, self.kept = note, kept
         self.starting_step, self.video = self.run.starting_step, wandb.Video
         self.asked, self.sent, self.fault, self.code = 0, 0, "", 0
         self.rows: queue.SimpleQueue = queue.SimpleQueue()
@@ -71,6 +80,9 @@ class Wandb:
         self.asked += 1
         self.rows.put((number, row, video))
 
+    def remove(self) -> None:
+        self.kept.unlink(missing_ok=True)
+
     def _send_all(self) -> None:
         try:
             while (item := self.rows.get()) is not None:
@@ -82,40 +94,60 @@ class Wandb:
         except Exception as error:
             self.fault = " ".join(str(error).split())[:200] or type(error).__name__
 
-    def finish(self, failed: bool, note: Callable[[str], None]) -> None:
+    def finish(self, failed: bool) -> None:
         """Wait for what is still to be sent, for a while, and say what was not."""
         self.code = int(failed)
         self.rows.put(None)
-        self.thread.join(PATIENCE[failed])
+        self.thread.join(LAST_WAIT[failed])
         if self.thread.is_alive():
-            self.fault = f"it did not answer for {PATIENCE[failed]:g} seconds"
+            self.fault = f"it did not answer for {LAST_WAIT[failed]:g} seconds"
             atexit.register(end_now, 0)  # before wandb's own, which would wait on; other ends than this do so anyway
         if self.fault:
             told = f"wandb was handed {self.sent} of {self.asked} rows ({self.fault}); metrics.csv has all"
-            note(f"--track: {told}, and `wandb sync {Path(self.run.dir).parent}` sends what it was handed.")
+            self.note(f"--track: {told}, and `wandb sync {Path(self.run.dir).parent}` sends what it was handed.")
 
 
 class TensorBoard:
-    """`tensorboard` in the run directory, for `tensorboard --logdir`; a run that goes on writes it anew.
+    """Files in `tensorboard`, in the run directory, for `tensorboard --logdir`; a run that goes on writes them anew.
 
-    Raises `BadInput` (--tensorboard) where the package is missing.
+    What fails later is told by `note`, once, and then no more is written. Raises `BadInput` (--tensorboard) where the
+    package is missing.
     """
 
-    starting_step = 0
+    starting_step, suffix = 0, ".lockstep"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resumed: bool, note: Callable[[str], None]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise BadInput("--tensorboard: needs tensorboard: pip install tensorboard") from error
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-        self.writer = SummaryWriter(folder / "tensorboard")
+        self.folder, self.note = folder / "tensorboard", note
+        if resumed:
+            self.remove()
+        self.writer: Any = SummaryWriter(self.folder, filename_suffix=self.suffix)
+
+    def remove(self) -> None:
+        """Remove what a start has written; what else is there stays."""
+        for path in self.folder.glob(f"*{self.suffix}"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def send(self, number: int, row: dict[str, float], video: Path | None) -> None:
         """Write a row at its step, SPS under its usual name."""
-        step = int(row["global_step"])
-        for name, value in row.items():
-            self.writer.add_scalar("charts/SPS" if name == "time/SPS" else name, value, step)
+        try:
+            for name, value in row.items() if self.writer is not None else ():
+                self.writer.add_scalar("charts/SPS" if name == "time/SPS" else name, value, int(row["global_step"]))
+        except Exception as error:  # of a full disk, in a thread of its own
+            self._fail(error)
 
-    def finish(self, failed: bool, note: Callable[[str], None]) -> None:
-        self.writer.close()
+    def finish(self, failed: bool) -> None:
+        try:
+            if self.writer is not None:
+                self.writer.close()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.writer = None
+        self.note(f"--tensorboard: cannot be written ({error}); metrics.csv goes on")

@@ -176,7 +176,9 @@ def disturb(nodes: Nodes, kind: str, chance: random.Random) -> None:
     elif kind == "end":
         nodes.send(1, signal.SIGTERM, slice(-1, None))
     elif kind.endswith("process"):
-        nodes.send("host" in kind and 0 or 1, signal.SIGKILL, slice(0, 1))
+        node = 0 if "host" in kind else 1
+        for process in nodes.family(node)[:-1][:1]:
+            process.kill()
         return  # torchrun starts it again
     alone = nodes.starts(1)
     if kind in ("stop", "cut"):

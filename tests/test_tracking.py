@@ -25,7 +25,7 @@ def test_a_wandb_that_fails_or_hangs_holds_nothing_up(how, tmp_path):
     stub = STUB.replace("import json, os", "import json, os, time")
     stub = stub.replace("def log(self, row, step): note([step, row])", log)
     (tmp_path / "wandb.py").write_text(stub)
-    (tmp_path / "sitecustomize.py").write_text("import common.tracking\ncommon.tracking.PATIENCE = 1.0, 1.0\n")
+    (tmp_path / "sitecustomize.py").write_text("import common.tracking\ncommon.tracking.LAST_WAIT = 1.0, 1.0\n")
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}
     done = finish(start("ppo_ddp.py", 1, f"{FLAGS} --track --run-dir run", cwd=tmp_path, **env), tmp_path / "run")
     assert done.code == 0 and len(done.rows) == 16, done.err
