@@ -98,7 +98,7 @@ def only_for_types(statement: ast.stmt) -> bool:
 
 
 def names_made(statement: ast.stmt) -> list[str]:
-    """What a statement of the top level defines or changes, one by one or in a block; imports of the top level aside."""
+    """What a statement of the top level defines or changes, alone or in a block; imports of the top level aside."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom) or only_for_types(statement):

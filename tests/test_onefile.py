@@ -71,6 +71,32 @@ def test_it_overwrites_nothing_and_names_clashes(tmp_path):
     script.write_text(text.replace("class PPOLoss", "def environment_seeds():\n    pass\n\n\nclass PPOLoss"))
     with pytest.raises(BadInput, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
         one_file(script, "mine.py")
-    script.write_text(text.replace("from common.periods import crossed", "from common.periods import crossed as c"))
-    with pytest.raises(BadInput, match=r"edited\.py, line \d+: import names from common's files one by one"):
-        one_file(script, "mine.py")
+    for import_, said in REFUSED.items():
+        script.write_text(text.replace("from common.periods import crossed\n", f"{import_}\n"))
+        with pytest.raises(BadInput, match=said):
+            one_file(script, "mine.py")
+
+
+ONE_BY_ONE = r"edited\.py, line \d+: import names from common's files one by one"
+REFUSED = {
+    "from common.periods import crossed as c": ONE_BY_ONE,
+    "import common.periods": ONE_BY_ONE,
+    "from common import periods": ONE_BY_ONE,
+    "def f():\n    from common.periods import crossed": ONE_BY_ONE,
+    "from math import *": r"edited\.py, line \d+: import names one by one, from modules by their full names",
+    "from common.acting import crossed": r"crossed is not made in .*acting\.py; import it from where it is",
+    "x = 1\nfrom common.periods import crossed": r"edited\.py, line \d+: stands before an import",
+}
+
+
+def test_what_a_script_does_when_imported_stays(tmp_path):
+    """Imports for what they do, settings made at the top, a name made in a block, modules of one package."""
+    text = (ROOT / "ppo_ddp.py").read_text()
+    added = 'os.environ["A"] = "1"\ntry:\n    import numba\nexcept ImportError:\n    numba = None\n\n\n@dataclass'
+    imports = "import my_envs  # noqa: F401\nimport os\nimport torch.nn.functional\nimport torch\n"
+    script = tmp_path / "edited.py"
+    script.write_text(text.replace("import torch\n", imports, 1).replace("@dataclass", added, 1))
+    made_of = one_file(script, "mine.py")
+    for line in ("import my_envs", "import torch.nn.functional", 'os.environ["A"] = "1"', "    numba = None"):
+        assert made_of.count(f"\n{line}\n") == 1, line
+    compile(made_of, "mine.py", "exec")
