@@ -128,7 +128,7 @@ def init(id, resume, **_):
 """
 
 
-@pytest.mark.parametrize("there", [0, 3, 11], ids=["nothing", "less than the checkpoint", "more than the checkpoint"])
+@pytest.mark.parametrize("there", [3, 11], ids=["less than the checkpoint", "more than the checkpoint"])
 def test_wandb_is_sent_what_it_lacks(there, tmp_path):
     """A run that goes on online sends each row that wandb lacks, once, under its number in metrics.csv."""
     (tmp_path / "wandb.py").write_text(STUB)
@@ -192,6 +192,7 @@ if [ "$1" = requeue ]; then echo "$2" > "$FAKE/requeued"; kill $(cat "$FAKE/step
 """
 
 
+@pytest.mark.slow
 def test_slurm_requeues_the_readmes_script(tmp_path):
     """The script as it stands, but for its sizes, with a fake srun and scontrol: ended before its time limit while both
     nodes train, then on one node to the end; the bytes are those of one process that nobody ended."""

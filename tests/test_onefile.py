@@ -16,7 +16,7 @@ CASES = {
         "--num-envs 4 --num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 3",
     ),
     "ppg_ddp.py": (1, "--num-envs 4 --num-steps 32 --n-pi 2 --total-timesteps 1024 --eval-every 512 --eval-episodes 3"),
-    "dqn_ddp.py": (2, "--learning-starts 500 --total-timesteps 800 --prioritized --eval-every 400 --eval-episodes 3"),
+    "dqn_ddp.py": (1, "--learning-starts 500 --total-timesteps 800 --prioritized --eval-every 400 --eval-episodes 3"),
     "sac_ddp.py": (1, "--learning-starts 500 --total-timesteps 600 --eval-every 0"),
 }
 
