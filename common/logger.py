@@ -160,10 +160,13 @@ class Logger:
             tracker.remove()
         if self.file is not None:
             self.file.close()
+        files, folders = [self.config, self.path, self.dir / "changes.diff"], self.made
+        if self.args.capture_video:
+            files, folders = [*files, self.dir / "videos" / "0.mp4"], [self.dir / "videos", *folders]
         with contextlib.suppress(OSError):
-            for path in (self.config, self.path, self.dir / "changes.diff", self.dir / "videos" / "0.mp4"):
+            for path in files:
                 path.unlink(missing_ok=True)
-        for folder in ((self.dir / "videos",) if self.args.capture_video else ()) + tuple(self.made):
+        for folder in folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
