@@ -118,9 +118,9 @@ def test_a_rank_that_is_alone_with_a_number_that_is_not_finite_says_it(tmp_path)
 def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     """After --timeout seconds each rank prints where it stands: one in its sleep, the other in the collective."""
     note = {"LOCKSTEP_FAULT": "hang@1@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs")}
-    process, family = begin("ppo_ddp.py", 2, f"{LONG} --timeout 10", tmp_path, **note)
+    process, family = begin("ppo_ddp.py", 2, f"{LONG} --timeout 20", tmp_path, **note)
     run = ended(process, family, tmp_path)
-    assert run.code == 1 and "rank 1: no boundary reached for --timeout 10 seconds" in run.err
+    assert run.code == 1 and "rank 1: no boundary reached for --timeout 20 seconds" in run.err
     assert "in faulty_gather" in run.err and "in train" in run.err
 
 
