@@ -7,10 +7,11 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 
 from common.launch import end_now, explained
@@ -82,6 +83,9 @@ class Watchdog:
                 end_now(128 + self.signum)
             elif asked is None and time.monotonic() > self._fed + self._timeout:
                 note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at"
+                with suppress(OSError), tempfile.TemporaryFile("w+") as file:
+                    faulthandler.dump_traceback(file)
+                    file.seek(0)
+                    note += f"\n{file.read()}"  # in one piece: other ranks print theirs at the same moment
                 print(note, file=sys.stderr, flush=True)
-                faulthandler.dump_traceback()
                 end_now(1)
