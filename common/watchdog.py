@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import connection
 
 from common.launch import end_now, explained
@@ -83,9 +83,12 @@ class Watchdog:
                 end_now(128 + self.signum)
             elif asked is None and time.monotonic() > self._fed + self._timeout:
                 note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at"
-                with suppress(OSError), tempfile.TemporaryFile("w+") as file:
-                    faulthandler.dump_traceback(file)
-                    file.seek(0)
-                    note += f"\n{file.read()}"  # in one piece: other ranks print theirs at the same moment
-                print(note, file=sys.stderr, flush=True)
+                try:  # in one piece: other ranks print theirs at the same moment
+                    with tempfile.TemporaryFile("w+") as file:
+                        faulthandler.dump_traceback(file)
+                        file.seek(0)
+                        print(note, file.read(), sep="\n", file=sys.stderr, flush=True)
+                except OSError:  # a full disk
+                    print(note, file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback()
                 end_now(1)
