@@ -159,6 +159,10 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and f"{name} ended in" in output, output
+    run_dir = tmp_path / "work" / name
+    words = json.loads((run_dir / "config.json").read_text())["command"].split()
+    assert runner.started_by(words, run_dir, ROOT / "ppo_ddp.py")
+    assert not runner.started_by([*words[:-2], "--gamma", "0.9", *words[-2:]], run_dir, ROOT / "ppo_ddp.py")
     process = start(12800)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and f"{name} done in" in output, output

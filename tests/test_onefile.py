@@ -1,11 +1,13 @@
 """common.onefile: a script and what it uses of common/ as one file, which does the same alone."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import common.onefile
 from common.launch import BadInput
 from common.onefile import one_file
 from runs import ROOT, finish, flat, run, start
@@ -89,14 +91,27 @@ REFUSED = {
 }
 
 
-def test_what_a_script_does_when_imported_stays(tmp_path):
-    """Imports for what they do, settings made at the top, a name made in a block, modules of one package."""
+def test_what_a_script_does_when_imported_stays(tmp_path, monkeypatch):
+    """Imports for what they do, settings made at the top, a name made in a block, modules of one package.
+
+    And what a file of `common/` does, of which the script takes something else.
+    """
+    shutil.copytree(common.onefile.COMMON, tmp_path / "common")
+    with open(tmp_path / "common" / "periods.py", "a") as file:
+        file.write("\n\nif crossed(2, 1, 2):\n    SETTING = 1\n")
+    monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
     text = (ROOT / "ppo_ddp.py").read_text()
     added = 'os.environ["A"] = "1"\ntry:\n    import numba\nexcept ImportError:\n    numba = None\n\n\n@dataclass'
     imports = "import my_envs  # noqa: F401\nimport os\nimport torch.nn.functional\nimport torch\n"
     script = tmp_path / "edited.py"
     script.write_text(text.replace("import torch\n", imports, 1).replace("@dataclass", added, 1))
     made_of = one_file(script, "mine.py")
-    for line in ("import my_envs", "import torch.nn.functional", 'os.environ["A"] = "1"', "    numba = None"):
+    for line in (
+        "import my_envs",
+        "import torch.nn.functional",
+        'os.environ["A"] = "1"',
+        "    numba = None",
+        "    SETTING = 1",
+    ):
         assert made_of.count(f"\n{line}\n") == 1, line
     compile(made_of, "mine.py", "exec")

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import ppo_ddp
-from common.environments import EVALUATION, Episode, is_native_atari, make_envs
+from common.distributed import World
+from common.environments import EVALUATION, Episode, environment_seeds, is_native_atari, make_envs
+from common.episodes import evaluate
 from common.launch import BadInput
 from common.video import film
 from runs import run
@@ -102,6 +104,14 @@ def test_numbers_are_the_same_with_and_without(size, tmp_path):
         for row in (row for row in alone.rows if row["eval/episodic_length"]):
             frames, _ = frames_of(films[f"{row['global_step']}.mp4"])
             assert len(frames) == -(-round(float(row["eval/episodic_length"])) // 2)
+
+
+def test_the_episode_that_is_kept_is_the_first():
+    envs = make_envs("CartPole-v1", 1, EVALUATION, range(3), SPACES)
+    evaluate(lambda obs: np.zeros(len(obs), int), envs, 3, World(cuda=False))
+    assert envs.first.seed == environment_seeds(1, EVALUATION, [0])[0]
+    assert len(envs.first.actions) == envs.first.episodic_return
+    envs.close()
 
 
 def test_what_cannot_be_drawn_is_said_once_and_the_run_goes_on(tmp_path):
