@@ -39,10 +39,10 @@ from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
-from common.launch import launch
+from common.launch import BadInput, launch
 from common.logger import Logger
 from common.periods import crossed
-from common.ranges import Count, Fraction, Norm, Positive, Rate, Whole
+from common.ranges import Count, Fraction, Json, Norm, Positive, Rate, Whole
 from common.replay import ReplayBuffer
 from common.shards import average_over_shards, per_shard
 
@@ -51,11 +51,15 @@ from common.shards import average_over_shards, per_shard
 class Args(RunArgs):
     # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "CartPole-v1"
-    """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
+    """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
+    env_kwargs: Json = "{}"
+    """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
+    network: Literal["auto", "impala"] = "auto"
+    """images: by their size, or IMPALA's residual network (large: 64 x 64 pixels take eight times as long)"""
     log_every: Count = 1_000
     """write a row at each multiple of so many transitions (all ranks)"""
     life_loss: bool = True
@@ -122,14 +126,27 @@ def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
     return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
 
 
+class Residual(nn.Module):
+    """(B, channels, H, W) plus two convolutions of it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        one, two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.layers = nn.Sequential(nn.ReLU(), one, nn.ReLU(), two)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
 class Trunk(nn.Module):
     """Observations (B, *shape) in the space's own dtype -> features (B, num_features), for hidden layers of `width`.
 
     Vector: a layer of 120, then a width of 84. Image, by its smaller side: the convolutions of the DQN Nature paper (36
-    and up), then 512, or of the MinAtar paper (arXiv:1903.03176), then 128. Only ALE's images are channels-first.
+    and up), then 512, or of the MinAtar paper (arXiv:1903.03176), then 128; or IMPALA's (arXiv:1802.01561 figure 3),
+    then 256. Atari's images and many of EnvPool's are channels-first.
     """
 
-    def __init__(self, space: gym.spaces.Box, channels_first: bool) -> None:
+    def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
         super().__init__()
         self.image, self.channels_first = len(space.shape) == 3, channels_first
         # pixels of whole numbers are divided by the largest
@@ -139,11 +156,18 @@ class Trunk(nn.Module):
             hidden = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
         else:
             channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
-            if is_large(space, channels_first):
+            hidden, convolutions = [], []
+            if network == "impala":
+                out_channels, self.width = 32, 256
+                for in_channels, out in ((channels, 16), (16, 32), (32, 32)):
+                    hidden += [nn.Conv2d(in_channels, out, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
+                    hidden += [Residual(out), Residual(out)]
+                    height, width = (height + 1) // 2, (width + 1) // 2
+                hidden += [nn.ReLU()]
+            elif is_large(space, channels_first):
                 convolutions, self.width = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
             else:
                 convolutions, self.width = [(channels, 16, 3, 1)], 128
-            hidden = []
             for in_channels, out_channels, kernel, stride in convolutions:
                 hidden += [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU()]
                 height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
@@ -165,9 +189,11 @@ class QNetwork(nn.Module):
     Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9), otherwise one.
     """
 
-    def __init__(self, obs_space: gym.spaces.Box, num_actions: int, channels_first: bool, dueling: bool) -> None:
+    def __init__(
+        self, obs_space: gym.spaces.Box, num_actions: int, channels_first: bool, dueling: bool, network: str = "auto"
+    ) -> None:
         super().__init__()
-        self.trunk = Trunk(obs_space, channels_first)
+        self.trunk = Trunk(obs_space, channels_first, network)
         self.head = self._stream(num_actions)
         self.value_head = self._stream(1) if dueling else None
 
@@ -258,9 +284,12 @@ def main(args: Args) -> None:
     world = World(args.cuda, args.shards)
     with open_environments(args, world, (gym.spaces.Discrete,), args.life_loss) as (envs, eval_envs):
         obs_space, alpha = envs.single_observation_space, args.per_alpha if args.prioritized else 0.0
-        sizes, stack = (args.buffer_size, args.num_envs), 4 if envs.atari else 1
-        rb = ReplayBuffer(*sizes, world, obs_space, (), np.dtype(np.int64), args.n_step, args.gamma, stack, alpha)
-        many = is_large(obs_space, envs.atari) and not args.shards  # a convolution's roundings depend on it
+        if args.network != "auto" and len(obs_space.shape) == 1:
+            raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
+        sizes, steps = (args.buffer_size, args.num_envs), (args.n_step, args.gamma)
+        kept = obs_space, (), np.dtype(np.int64), *steps, envs.stack, alpha, envs.repeats_first
+        rb = ReplayBuffer(*sizes, world, *kept)
+        many = is_large(obs_space, envs.channels_first) and not args.shards  # a convolution's roundings depend on it
         torch.set_num_threads(args.num_threads or (world.cores if many else 1))
         with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, rb, logger)
@@ -278,8 +307,9 @@ def train(
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    q_network = QNetwork(obs_space, num_actions, envs.atari, args.dueling).to(device)
-    target_network = QNetwork(obs_space, num_actions, envs.atari, args.dueling).to(device).requires_grad_(False)
+    design = obs_space, num_actions, envs.channels_first, args.dueling, args.network
+    q_network = QNetwork(*design).to(device)
+    target_network = QNetwork(*design).to(device).requires_grad_(False)
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
     scale = world.num_shards / args.batch_size

@@ -52,7 +52,7 @@ from common.logger import Logger
 from common.machine import require_compiler, require_memory
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.periods import crossed
-from common.ranges import Count, Fraction, Norm, Positive, Weight, Whole
+from common.ranges import Count, Fraction, Json, Norm, Positive, Weight, Whole
 from common.shards import average_over_shards, per_shard
 
 
@@ -60,11 +60,15 @@ from common.shards import average_over_shards, per_shard
 class Args(RunArgs):
     # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "CartPole-v1"
-    """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
+    """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
+    env_kwargs: Json = "{}"
+    """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; the whole iterations that fit are run"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
+    network: Literal["auto", "impala"] = "auto"
+    """images: by their size, or IMPALA's residual network (large: 64 x 64 pixels take eight times as long)"""
     compile: bool = False
     """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
     life_loss: bool = True
@@ -145,14 +149,27 @@ def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
     return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
 
 
+class Residual(nn.Module):
+    """(B, channels, H, W) plus two convolutions of it, which start so small that those of six blocks add up to it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        one, two = (layer_init(nn.Conv2d(channels, channels, 3, padding=1), 6**-0.25) for _ in range(2))
+        self.layers = nn.Sequential(nn.ReLU(), one, nn.ReLU(), two)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
 class Trunk(nn.Module):
     """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
 
     Vector: two layers of 64. Image: by its smaller side, the network of the DQN Nature paper (36 and up) or of the
-    MinAtar paper (arXiv:1903.03176). Only native Atari images are channels-first.
+    MinAtar paper (arXiv:1903.03176), or IMPALA's (arXiv:1802.01561 figure 3) at PPG's sizes. Atari's images and many of
+    EnvPool's are channels-first.
     """
 
-    def __init__(self, space: gym.spaces.Box, channels_first: bool) -> None:
+    def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
         super().__init__()
         self.image, self.channels_first = len(space.shape) == 3, channels_first
         # pixels of whole numbers are divided by the largest
@@ -162,11 +179,18 @@ class Trunk(nn.Module):
             hidden = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
         else:
             channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
-            if is_large(space, channels_first):
+            hidden, convolutions = [], []
+            if network == "impala":
+                out_channels, self.num_features = 32, 256
+                for in_channels, out in ((channels, 16), (16, 32), (32, 32)):
+                    hidden += [layer_init(nn.Conv2d(in_channels, out, 3, padding=1), 1.0), nn.MaxPool2d(3, 2, 1)]
+                    hidden += [Residual(out), Residual(out)]
+                    height, width = (height + 1) // 2, (width + 1) // 2
+                hidden += [nn.ReLU()]
+            elif is_large(space, channels_first):
                 convolutions, self.num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
             else:
                 convolutions, self.num_features = [(channels, 16, 3, 1)], 128
-            hidden = []
             for in_channels, out_channels, kernel, stride in convolutions:
                 hidden += [layer_init(nn.Conv2d(in_channels, out_channels, kernel, stride)), nn.ReLU()]
                 height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
@@ -189,12 +213,14 @@ class Agent(nn.Module):
     `Box` of d numbers.
     """
 
-    def __init__(self, obs_space: gym.spaces.Box, action_space: gym.Space, channels_first: bool) -> None:
+    def __init__(
+        self, obs_space: gym.spaces.Box, action_space: gym.Space, channels_first: bool, network: str = "auto"
+    ) -> None:
         super().__init__()
         self.discrete = isinstance(action_space, gym.spaces.Discrete)
         size = int(action_space.n) if self.discrete else math.prod(action_space.shape)
-        self.trunk = Trunk(obs_space, channels_first)
-        self.value_trunk = Trunk(obs_space, channels_first)
+        self.trunk = Trunk(obs_space, channels_first, network)
+        self.value_trunk = Trunk(obs_space, channels_first, network)
         self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)
         self.critic = layer_init(nn.Linear(self.trunk.num_features, 1), std=1.0)
         if not self.discrete:
@@ -384,12 +410,14 @@ def main(args: Args) -> None:
         obs_space = envs.single_observation_space
         if args.norm_obs and len(obs_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
+        if args.network != "auto" and len(obs_space.shape) == 1:
+            raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
         transition = obs_space.dtype.itemsize * math.prod(obs_space.shape)
         nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)  # with draws, indices
         if args.aux_epochs:
             nbytes += args.n_pi * args.num_steps * envs.num_envs * (transition + 16 * args.aux_epochs + 100)
         require_memory("--num-steps", args.num_steps, nbytes, world)
-        many = is_large(obs_space, envs.atari) and not args.shards  # a convolution's roundings depend on it
+        many = is_large(obs_space, envs.channels_first) and not args.shards  # a convolution's roundings depend on it
         torch.set_num_threads(args.num_threads or (world.cores if many else 1))
         with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, logger)
@@ -407,7 +435,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    agent = Agent(obs_space, action_space, channels_first=envs.atari).to(device)
+    agent = Agent(obs_space, action_space, envs.channels_first, args.network).to(device)
     parameters = list(agent.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     loss_fn = PPOLoss(agent, args)

@@ -43,7 +43,7 @@ from common.equality import check_equal
 from common.launch import BadInput, Fault, launch
 from common.logger import Logger
 from common.periods import crossed
-from common.ranges import Count, Fraction, Period, Positive, Rate, Threads, Whole
+from common.ranges import Count, Fraction, Json, Period, Positive, Rate, Threads, Whole
 from common.replay import ReplayBuffer
 from common.shards import average_over_shards, per_shard
 
@@ -52,11 +52,13 @@ from common.shards import average_over_shards, per_shard
 class Args(RunArgs):
     eval_every: Period = 10_000
     num_threads: Threads = 0
-    """torch threads per rank; 0: one (more pay where cores are idle)"""
+    """threads per rank, of torch and of EnvPool; 0: one, EnvPool's the cores divided by the local ranks"""
 
     # flags of where and how it runs are RunArgs' (common/arguments.py); environment
     env_id: str = "Pendulum-v1"
-    """gymnasium id, or module:id of your own"""
+    """gymnasium id, envpool/..., or module:id of your own"""
+    env_kwargs: Json = "{}"
+    """JSON of options for the simulator, such as '{"forward_reward_weight": 2.0}'"""
     total_timesteps: Whole = 1_000_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     num_envs: Count = 4

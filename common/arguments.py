@@ -46,9 +46,9 @@ class RunArgs:
     cuda: bool = True
     """use GPUs where there are any"""
     num_threads: Threads = 0
-    """threads per rank, of torch and of Atari; 0: one, or for large images the cores divided by the local ranks"""
+    """threads per rank, of torch, Atari and EnvPool; 0: the cores divided by the local ranks, of torch one on small"""
     vectorization: Literal["sync", "async"] = "sync"
-    """async: a process for each environment, those of evaluation too, if slow; Atari always uses its own threads"""
+    """async: a process for each environment, those of evaluation too, if slow; Atari and EnvPool have threads"""
     eval_every: Period = 50_000
     """evaluate before learning, at each multiple of so many transitions (all ranks), and at the end; 0: never"""
     eval_episodes: Count = 20

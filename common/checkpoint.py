@@ -227,8 +227,9 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
             raise BadInput(f"--load-model {path}: {name} is {shapes[0]} there, {shapes[1]} here; {advice}.")
     normalized = model["args"].get("norm_obs", False)
     require(getattr(args, "norm_obs", False) == normalized, "--norm-obs", not normalized, f"{normalized} with {path}")
-    if model["args"].get("env_id") != args.env_id:
-        checkpoints.logger.note(f"{path} is of {model['args'].get('env_id')}, and this is {args.env_id}")
+    for name in ("env_id", "env_kwargs"):
+        if (before := model["args"].get(name, "{}")) != getattr(args, name):
+            checkpoints.logger.note(f"{path} is of {before}, and this is {getattr(args, name)}")
     for name, value in kept.items():
         restore(value, model[name])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import multiprocessing
 import os
@@ -22,9 +23,13 @@ from common.arguments import RunArgs, require_divisible
 from common.distributed import World
 from common.launch import BadInput, Fault, end_with_parent
 from common.machine import require_memory
+from common.pool import OURS, Pool
 
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
+COLOURS = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}  # ALE's own environments' films
+RESERVED = OURS | {"id", "vectorization_mode", "vector_kwargs", "wrappers", "autoreset_mode", "reward_clipping"}
+RESERVED |= {"life_loss_info"}
 WORKER_FAULT = "--vectorization async: the process of an environment ended; was it killed?"
 
 
@@ -53,8 +58,9 @@ class Episode(NamedTuple):
 class Environments(VectorWrapper):
     """Environments known by their global indices, with a seed each; what they say is checked before it is used.
 
-    `atari`: they are ALE's own, with observations (4, 84, 84). `shards`: which rows are each shard's. `first`: the
-    episode 0 of the last evaluation, where it was played here.
+    `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first, and after a reset copies
+    of the first (`repeats_first`) or zeros. `channels_first`: of images, as these and many of EnvPool's are. `shards`:
+    which rows are each shard's. `first`: the episode 0 of the last evaluation, where it was played here.
     """
 
     def __init__(self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int]) -> None:
@@ -64,9 +70,13 @@ class Environments(VectorWrapper):
         self.indices, self.seeds, self.steps = indices, environment_seeds(seed, domain, indices), 0
         self.first: Episode | None = None
         self.shards = [slice(0, len(indices))]
-        self.atari = type(envs.unwrapped).__name__ == "AtariVectorEnv"
+        ale, pool = type(envs.unwrapped).__name__ == "AtariVectorEnv", isinstance(envs, Pool)
+        self.atari, self.repeats_first, self.takes_array = ale or pool and envs.atari, pool, ale
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
+        shape = spaces[0].shape
+        self.channels_first = looks_channels_first(shape)  # of others `make_envs` refuses it
+        self.stack = shape[0] if ale else envs.stack if pool else 1
         self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
 
     def start(self, checkpoint: int = 0) -> np.ndarray:
@@ -76,7 +86,7 @@ class Environments(VectorWrapper):
             seeds = environment_seeds(self.seed, RESTART, self.indices, checkpoint)
             seed_libraries(int(seeds[0]))
         try:  # ALE's take an array, and only that
-            obs, _ = self.env.reset(seed=seeds if self.atari else seeds.tolist())
+            obs, _ = self.env.reset(seed=seeds if self.takes_array else seeds.tolist())
         except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
         self.steps = 0
@@ -119,8 +129,8 @@ def open_environments(
 ) -> Iterator[tuple[Environments, Environments | None]]:
     """This rank's environments, and one for each evaluation episode that it plays, if any; closed at the end.
 
-    `args` has `env_id` and `num_envs` too. Shard s plays the episodes e with e mod the number of shards = s. Raises
-    `BadInput` as `make_envs` does, and for numbers of environments that do not divide or fit.
+    `args` has `env_id`, `env_kwargs` and `num_envs` too. Shard s plays the episodes e with e mod the number of shards
+    = s. Raises `BadInput` as `make_envs` does, and for numbers of environments that do not divide or fit.
     """
     parts = "--shards" if world.sharded else "the number of processes"
     require_divisible("--num-envs", args.num_envs, world.num_shards, parts)
@@ -141,7 +151,8 @@ def open_environments(
             pair.append(None)
             if len(indices):
                 life = life_loss and domain == TRAINING
-                pair[-1] = make_envs(args.env_id, args.seed, domain, indices, action_spaces, *options, life)
+                which = args.env_id, args.seed, domain, indices, action_spaces
+                pair[-1] = make_envs(*which, *options, life, args.env_kwargs)
                 stack.callback(close, pair[-1])
                 starts = [0, *ends[:-1]]
                 pair[-1].shards = [slice(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
@@ -157,21 +168,24 @@ def make_envs(
     vectorization: str = "sync",
     num_threads: int = 1,
     life_loss: bool = False,
+    env_kwargs: str = "{}",
 ) -> Environments:
     """The environments of global `indices`, which reset in the step that ends an episode (`AutoresetMode.SAME_STEP`).
 
-    `action_spaces`: what the script can act in. `num_threads` and `life_loss` (a lost life terminates, the game goes
-    on) concern Atari alone. Raises `BadInput` naming --env-id for an unknown id, a missing extra, or a space that no
-    script can use.
+    `action_spaces`: what the script can act in. `num_threads` concerns Atari and EnvPool alone, `life_loss` (a lost
+    life terminates, the game goes on) Atari, `env_kwargs` (a JSON object) is the simulator's. Raises `BadInput` naming
+    --env-id for an unknown id, a missing extra, or a space that no script can use, and --env-kwargs for what the
+    simulator refuses.
     """
     seeds = environment_seeds(seed, domain, indices)
-    envs = make_vec(env_id, len(indices), int(seeds[0]), vectorization, num_threads, life_loss_info=life_loss)
+    options = vectorization, num_threads, life_loss, env_kwargs
+    envs = make_vec(env_id, len(indices), int(seeds[0]), *options)
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     fault = None
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
         fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
-    elif len(obs_space.shape) == 3 and obs_space.shape[0] < min(obs_space.shape[1:]) and not is_native_atari(env_id):
+    elif looks_channels_first(obs_space.shape) and not env_id.startswith(("ALE/", "envpool/")):
         fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
         fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
     elif len(obs_space.shape) == 3 and min(obs_space.shape[:2]) < 3:
@@ -188,14 +202,26 @@ def make_envs(
     return Environments(envs, seed, domain, indices)
 
 
+def looks_channels_first(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] < min(shape[1:])
+
+
 def make_vec(
-    env_id: str, num_envs: int, seed: int, vectorization: str = "sync", num_threads: int = 1, **options: Any
+    env_id: str,
+    num_envs: int,
+    seed: int,
+    vectorization: str = "sync",
+    num_threads: int = 1,
+    life_loss: bool = False,
+    env_kwargs: str = "{}",
+    draws: bool = False,
 ) -> VectorEnv:
-    """The bare environments of `make_envs`, with its errors; `seed` is for libraries. `options` beside Atari's and
-    ours: the simulator's own, of which `life_loss_info` is Atari's alone.
-    """
+    """The bare environments of `make_envs`, with its errors; `seed` is for libraries. `draws`: for films."""
     same_step = AutoresetMode.SAME_STEP
     seed_libraries(seed)
+    options = json.loads(env_kwargs)
+    if taken := sorted(options.keys() & RESERVED):
+        raise BadInput(f"--env-kwargs {env_kwargs}: {taken[0]} is not to be set here; leave it out.")
     module, colon, _ = env_id.rpartition(":")
     if colon and not all(word.isidentifier() for word in module.split(".")):
         raise BadInput(f"--env-id {env_id}: must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
@@ -204,18 +230,17 @@ def make_vec(
             import ale_py
 
             gym.register_envs(ale_py)
-            envs = gym.make_vec(
-                env_id,
-                num_envs,
-                vectorization_mode="vector_entry_point",
-                autoreset_mode=same_step,
-                num_threads=min(num_threads, num_envs),
-                repeat_action_probability=0.0,  # as in the published results for NoFrameskip-v4
-                reward_clipping=False,  # statistics count the score; scripts take the sign
-                **options,
-            )
+            own = {"autoreset_mode": same_step, "num_threads": min(num_threads, num_envs), "life_loss_info": life_loss}
+            own["reward_clipping"] = False  # statistics count the score; scripts take the sign
+            own["repeat_action_probability"] = 0.0  # as in the published results for NoFrameskip-v4
+            options = own | options | (COLOURS if draws else {})
+            envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **options)
+        elif env_id.startswith("envpool/"):
+            task = env_id.removeprefix("envpool/")
+            envs = Pool(task, num_envs, num_threads, options, life_loss, draws)
         else:
-            options.pop("life_loss_info", None)
+            if draws:
+                options["render_mode"] = "rgb_array"
             if env_id.startswith("MinAtar/"):
                 from minatar.gym import register_envs
 
@@ -229,6 +254,10 @@ def make_vec(
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
         raise BadInput(f"--env-id {env_id}: {reason}{atari_hint(env_id)}") from error
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
+        if env_kwargs == "{}":
+            raise
+        raise BadInput(f"--env-kwargs {env_kwargs}: {' '.join(str(error).split())[:500]}") from error
     assert envs.metadata["autoreset_mode"] == same_step
     return envs
 

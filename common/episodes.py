@@ -18,7 +18,8 @@ EVALUATION_BOUNDARY = 100  # steps of an evaluation
 class EpisodeStatistics:
     """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
 
-    A lost life does not end an Atari game: there the frame counter, which falls at real resets only, tells the end.
+    A lost life does not end an Atari game: there EnvPool says where it ended, and of ALE the frame counter, which
+    falls at real resets only.
     """
 
     def __init__(self, shards: list[slice]) -> None:
@@ -31,7 +32,9 @@ class EpisodeStatistics:
         """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
         self.returns += rewards
         self.lengths += 1
-        if "episode_frame_number" in infos:
+        if "game_over" in infos:  # EnvPool
+            dones = infos["game_over"]
+        elif "episode_frame_number" in infos:  # ALE
             dones = dones & (infos["episode_frame_number"] < self.frames)
             self.frames[:] = infos["episode_frame_number"]
         if dones.any():

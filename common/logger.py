@@ -215,7 +215,7 @@ class Logger:
             self.feed()
 
         try:
-            film(path, self.args.env_id, self.eval_envs.first, alive)
+            film(path, self.args.env_id, self.args.env_kwargs, self.eval_envs.first, alive)
             return path
         except Exception as error:  # a simulator's own, a missing display's, a full disk's
             self.note(f"--capture-video: no films ({type(error).__name__}: {' '.join(str(error).split())[:200]})")

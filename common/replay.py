@@ -42,8 +42,8 @@ class ReplayBuffer:
     """Sizes are global. Observations are stored once, as they are, and handed out as the space has them.
 
     `stack`: where above 1, observations are (stack, height, width), newest frame last; only the newest is stored, and
-    the rest is rebuilt, with zeros before an episode's first frame. `alpha` 0 is uniform sampling.
-    Raises `BadInput` (--buffer-size) where the shards on this machine cannot fit its free memory.
+    the rest is rebuilt, with zeros before an episode's first frame, or copies of it (`repeats_first`). `alpha` 0 is
+    uniform sampling. Raises `BadInput` (--buffer-size) where the shards on this machine cannot fit its free memory.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class ReplayBuffer:
         gamma: float = 0.99,
         stack: int = 1,
         alpha: float = 0.0,
+        repeats_first: bool = False,
     ) -> None:
         here = world.here(num_envs)
         self.world, self.n_step, self.gamma, self.stack, self.alpha = world, n_step, gamma, stack, alpha
+        self.repeats_first = repeats_first
         self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
         self.num_envs, self.envs = num_envs, np.arange(here.stop - here.start)
         self.capacity = buffer_size // num_envs  # places of one environment
@@ -267,6 +269,9 @@ class ReplayBuffer:
         rows = (time[:, None] + np.arange(1 - self.stack, 1)) % self.rows  # (b, stack), oldest first
         starts = self.first[env[:, None], rows[:, 1:]]  # what is before an episode's first frame is not of it
         known = ~np.logical_or.accumulate(starts[:, ::-1], 1)[:, ::-1]
+        if self.repeats_first:
+            oldest = (~known).sum(1, keepdims=True)
+            return self.frames[env[:, None], np.take_along_axis(rows, np.maximum(np.arange(self.stack), oldest), 1)]
         frames = self.frames[env[:, None], rows]
         frames[:, :-1][~known] = 0
         return frames

@@ -17,10 +17,10 @@ import numpy as np
 
 from common.environments import Episode, is_native_atari, make_vec
 from common.launch import BadInput
+from common.pool import Pool
 
 FPS = 30  # at most: of more steps a second, each second, third, ... is drawn
 LEAST_SIDE = 256  # pixels of the longer side: smaller pictures are enlarged
-COLOURS = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}  # for ALE's own environments
 
 
 def require_encoder() -> None:
@@ -31,7 +31,7 @@ def require_encoder() -> None:
         raise BadInput("--capture-video: needs av: pip install av") from error
 
 
-def film(path: Path, env_id: str, episode: Episode, alive: Callable[[], None]) -> None:
+def film(path: Path, env_id: str, env_kwargs: str, episode: Episode, alive: Callable[[], None]) -> None:
     """Write the episode as H.264 (mp4), whole or not at all; `alive` is called at each picture.
 
     Raises what a simulator that cannot draw itself raises, `OSError`, and `ValueError` where the episode, played again,
@@ -43,7 +43,10 @@ def film(path: Path, env_id: str, episode: Episode, alive: Callable[[], None]) -
     path.parent.mkdir(exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
-        with contextlib.closing(pictures(env_id, episode)) as drawn, av.open(part, "w", format="mp4") as file:
+        with (
+            contextlib.closing(pictures(env_id, env_kwargs, episode)) as drawn,
+            av.open(part, "w", format="mp4") as file,
+        ):
             stream = file.add_stream("libx264", rate=next(drawn), options={"crf": "18"})
             stream.pix_fmt = "yuv420p"
             for number, picture in enumerate(drawn):
@@ -59,15 +62,16 @@ def film(path: Path, env_id: str, episode: Episode, alive: Callable[[], None]) -
         np.random.set_state(states[1])
 
 
-def pictures(env_id: str, episode: Episode) -> Iterator[Any]:
+def pictures(env_id: str, env_kwargs: str, episode: Episode) -> Iterator[Any]:
     """First how many there are a second, then each, (height, width, 3) uint8: what an action was taken in."""
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     atari, total = is_native_atari(env_id), 0.0
-    env = make_vec(env_id, 1, episode.seed, **(COLOURS if atari else {"render_mode": "rgb_array"}))
+    env = make_vec(env_id, 1, episode.seed, env_kwargs=env_kwargs, draws=True)
     with contextlib.closing(env):
-        rate = 15 if atari else env.metadata.get("render_fps") or FPS  # Atari: four of 60 frames a step
+        games = atari or isinstance(env, Pool) and env.atari
+        rate = 15 if games else env.metadata.get("render_fps") or FPS  # Atari: four of 60 frames a step
         every = math.ceil(rate / FPS)
         yield round(rate / every)
         obs, _ = env.reset(seed=np.array([episode.seed]) if atari else [episode.seed])

@@ -1,0 +1,305 @@
+"""Ids `envpool/...`: the same contract; and --env-kwargs and --network, which Procgen needs."""
+
+import signal
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dqn_ddp
+import ppg_ddp
+import ppo_ddp
+from common.environments import EVALUATION, TRAINING, make_envs
+from common.episodes import EpisodeStatistics
+from common.launch import BadInput
+from common.replay import ReplayBuffer
+from runs import assert_close, run
+from test_checkpoints import same_as
+from test_replay import FakeWorld
+from test_shards import same_bytes
+
+envpool = pytest.importorskip("envpool", reason="pip install envpool==1.2.5")
+SPACES = gym.spaces.Discrete, gym.spaces.Box
+
+
+def has_qt() -> bool:
+    try:
+        envpool.make_spec("StarpilotEasy-v0")
+    except ImportError:
+        return False
+    return True
+
+
+PROCGEN = pytest.mark.skipif(not has_qt(), reason="Procgen in EnvPool needs Qt 5 (Debian: apt install libqt5gui5)")
+STARPILOT = "--env-id envpool/StarpilotEasy-v0 --num-envs 4 --num-steps 16 --eval-every 0"
+BREAKOUT = "--env-id envpool/Breakout-v5 --num-envs 4 --eval-every 0 --buffer-size 400 --total-timesteps 560"
+BREAKOUT += " --learning-starts 480 --batch-size 16 --log-every 200"
+CHEETAH = "--env-id envpool/HalfCheetah-v5 --num-envs 4 --batch-size 64 --total-timesteps 560 --learning-starts 500"
+CHEETAH += " --log-every 200 --eval-every 280 --eval-episodes 3"
+CARTPOLE = "--env-id envpool/CartPole-v1 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
+CARTPOLE += " --eval-episodes 6"
+CASES = {
+    "ppo cartpole": ("ppo_ddp.py", 4, CARTPOLE, (1, 2, 4)),
+    "ppo starpilot": ("ppo_ddp.py", 4, f"{STARPILOT} --total-timesteps 192 --network impala", (1, 2, 4)),
+    "ppg starpilot": (
+        *("ppg_ddp.py", 4),
+        f"{STARPILOT} --total-timesteps 128 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 4",
+        (1, 2, 4),
+    ),
+    "dqn breakout": ("dqn_ddp.py", 4, f"{BREAKOUT} --prioritized", (1, 2, 4)),
+    "sac halfcheetah": ("sac_ddp.py", 4, CHEETAH, (1, 2, 4)),
+}
+MARKED = [pytest.param(case, marks=[PROCGEN] if "starpilot" in case else []) for case in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
+    same_bytes(*CASES[case], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        pytest.param("ppo_ddp.py", f"{STARPILOT} --total-timesteps 192 --save-model", marks=PROCGEN),
+        ("sac_ddp.py", f"{CHEETAH} --save-model"),
+    ],
+)
+def test_one_process_and_two_agree_without_shards(script, flags, tmp_path):
+    one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
+    assert_close(one, two)
+
+
+def test_a_killed_run_ends_in_the_bytes_of_an_undisturbed_one(tmp_path):
+    flags = f"{BREAKOUT} --checkpoint-every 120 --shards 2 --save-model"
+    calm = run("dqn_ddp.py", 1, flags, tmp_path / "calm", "float32")
+    killed = {"code": -signal.SIGKILL, "LOCKSTEP_FAULT": "write@1@4"}
+    run("dqn_ddp.py", 2, f"{flags} --resume", tmp_path / "run", "float32", **killed)
+    last = run("dqn_ddp.py", 1, f"{flags} --resume", tmp_path / "run", "float32")
+    assert "going on from" in last.out
+    same_as(calm, last)
+
+
+IDS = ["CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "CheetahRun-v1", "Breakout-v5", "LunarLander-v3"]
+IDS.append(pytest.param("StarpilotEasy-v0", marks=PROCGEN))
+
+
+def played(env_id: str, indices: list[int], steps: int, before: int = 0, checkpoint: int = 0) -> dict[int, list]:
+    """By global index, what an environment gives for actions that are drawn for it alone."""
+    envs = make_envs(env_id, 1, TRAINING, indices, SPACES, num_threads=2)
+    space, found = envs.single_action_space, {i: [] for i in indices}
+    for length, number in ((before, 0), (steps, checkpoint)):
+        obs, draws = envs.start(number), {i: np.random.default_rng(i) for i in indices}
+        for step in range(length):
+            if isinstance(space, gym.spaces.Discrete):
+                actions = np.array([draws[i].integers(space.n) for i in indices])
+            else:
+                actions = np.array([draws[i].uniform(space.low, space.high) for i in indices], space.dtype)
+            after, rewards, terminations, truncations, infos = envs.step(actions)
+            for row, i in enumerate(indices):
+                last = infos["final_obs"][row] if terminations[row] | truncations[row] else after[row]
+                if number == checkpoint and length == steps:
+                    kept = obs[row].copy(), rewards[row], terminations[row], truncations[row], last.copy(), step
+                    found[i].append(kept)
+            obs = after
+    envs.close()
+    return found
+
+
+def same(one: list, two: list) -> bool:
+    return all(np.array_equal(x, y) for a, b in zip(one, two, strict=True) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("task", IDS)
+def test_an_environment_depends_on_its_seed_alone(task):
+    """Not on what is beside it, on the threads, or on what it did before; others are others, at a checkpoint too."""
+    steps = 40 if task in ("Breakout-v5", "HalfCheetah-v5") else 230
+    three = played(f"envpool/{task}", [0, 1, 2], steps)
+    assert not same(three[0], three[1])
+    assert same(played(f"envpool/{task}", [2], steps)[2], three[2])
+    anew = played(f"envpool/{task}", [1, 2], steps, before=30, checkpoint=2)
+    assert same(anew[1], played(f"envpool/{task}", [1], steps, checkpoint=2)[1]) and not same(anew[1], three[1])
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
+def test_steps_are_those_of_the_pool_but_for_the_resets(task):
+    """The pool by itself resets in a step more, which is left out here; last observations are kept."""
+    envs = make_envs(f"envpool/{task}", 1, TRAINING, [5], SPACES)
+    raw = envpool.make_gymnasium(task, num_envs=1, seed=envs.seeds.tolist())
+    envs.action_space.seed(0)
+    np.testing.assert_array_equal(envs.start(), raw.reset()[0])
+    ends = 0
+    for _ in range(500):
+        action = envs.action_space.sample()
+        obs, *rest, infos = envs.step(action)
+        expected, *others, _ = raw.step(action)
+        np.testing.assert_array_equal(np.stack(rest), np.stack(others))
+        if rest[1][0] or rest[2][0]:
+            np.testing.assert_array_equal(infos["final_obs"][0], expected[0])
+            expected, ends = raw.step(action)[0], ends + 1
+        np.testing.assert_array_equal(obs, expected)
+    assert ends >= 2 and (rest[1].dtype, rest[2].dtype) == (bool, bool)
+    envs.close()
+
+
+def test_a_dictionary_of_vectors_is_one_vector():
+    """DeepMind Control's cheetah: position (8) and velocity (9), in the order of the space's keys."""
+    envs = make_envs("envpool/CheetahRun-v1", 1, TRAINING, [0, 1], SPACES)
+    raw, _ = envpool.make_gymnasium("CheetahRun-v1", num_envs=2, seed=envs.seeds.tolist()).reset()
+    assert envs.single_observation_space.shape == (17,)
+    np.testing.assert_array_equal(envs.start(), np.concatenate([raw["position"], raw["velocity"]], 1))
+    envs.close()
+
+
+def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
+    """The same finished games whether a lost life is an end or not; the replay buffer gives what the pool gave."""
+    finished, ends = {}, {}
+    for flag in (True, False):
+        envs = make_envs("envpool/Breakout-v5", 1, TRAINING, range(2), SPACES, life_loss=flag)
+        assert envs.atari and envs.channels_first and envs.stack == 4
+        buffer = ReplayBuffer(
+            240, 2, FakeWorld(0, 1), envs.single_observation_space, (), np.int64, stack=4, repeats_first=True
+        )
+        obs, statistics, rng, seen = envs.start(), EpisodeStatistics(envs.shards), np.random.default_rng(0), []
+        buffer.start(obs)
+        ends[flag] = 0
+        for step in range(1, 601):
+            seen.append(obs.copy())
+            actions = rng.integers(0, 4, 2)
+            obs, rewards, terminations, truncations, infos = envs.step(actions)
+            ended = statistics.step(rewards, terminations | truncations, infos)
+            buffer.add(actions, rewards, terminations, truncations, obs, infos, ended)
+            ends[flag] += terminations.sum()
+            if step % 100 == 0:
+                times = np.arange(step - 100, step)
+                for env in (0, 1):
+                    expected = np.stack([seen[t][env] for t in times])
+                    np.testing.assert_array_equal(buffer._observations(np.full(100, env), times), expected)
+        finished[flag] = statistics.finished
+        envs.close()
+    assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
+    assert ends[True] >= 5 * ends[False] and max(total for total, _, _ in finished[True]) > 1
+
+
+def test_options_reach_the_simulator():
+    """EnvPool's, gymnasium's, ALE's own and MuJoCo's."""
+
+    def first(env_id: str, options: str, indices=(0, 1)) -> np.ndarray:
+        envs = make_envs(env_id, 1, EVALUATION, indices, SPACES, env_kwargs=options)
+        obs = envs.start().copy()
+        action = np.zeros((len(indices), *envs.single_action_space.shape), envs.single_action_space.dtype)
+        rewards = envs.step(action)[1]
+        envs.close()
+        return obs, rewards
+
+    assert first("CartPole-v1", "{}")[1].tolist() == [1, 1]
+    assert first("CartPole-v1", '{"sutton_barto_reward": true}')[1].tolist() == [0, 0]
+    assert first("ALE/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
+    assert first("envpool/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
+    calm, costly = (first("envpool/Pusher-v5", x)[1] for x in ("{}", '{"reward_dist_weight": 9}'))
+    assert (calm > 8 * costly).all()
+
+
+@PROCGEN
+def test_procgens_levels():
+    """One level for all, where there is one; otherwise each seed has its own."""
+
+    def levels(options: str) -> int:
+        envs = make_envs("envpool/CoinrunEasy-v0", 1, TRAINING, range(6), SPACES, env_kwargs=options)
+        found = len({obs.tobytes() for obs in envs.start()})
+        assert envs.channels_first and not envs.atari and envs.single_observation_space.shape == (3, 64, 64)
+        envs.close()
+        return found
+
+    assert levels('{"num_levels": 1, "start_level": 7}') == 1 < levels("{}")
+
+
+REFUSED = {
+    ("envpool/CartPol-v1", "{}"): r"--env-id envpool/CartPol-v1: EnvPool has no CartPol-v1; it has CartPole-v1, ",
+    ("envpool/Chess-v1", "{}"): "--env-id envpool/Chess-v1: EnvPool's Chess-v1 has several players",
+    (
+        "envpool/FrozenLake-v1",
+        "{}",
+    ): r"--env-id envpool/FrozenLake-v1: observation space Discrete\(16\) is not a vector",
+    ("envpool/CartPole-v1", '{"gravity": 1}'): r'--env-kwargs {"gravity": 1}: CartPole-v1 has no gravity; it has ',
+    ("envpool/Breakout-v5", '{"stack_num": 1.5}'): r"--env-kwargs .*: stack_num 1.5: must be of type int, such as 4",
+    ("envpool/Breakout-v5", '{"episodic_life": true}'): "--env-kwargs .*: episodic_life is not to be set here",
+    ("envpool/Hopper-v5", '{"xml_file": "no.xml"}'): "--env-kwargs .*no.xml",
+    ("CartPole-v1", '{"gravity": 1}'): "--env-kwargs .*unexpected keyword argument 'gravity'",
+    ("CartPole-v1", '{"num_envs": 1}'): "--env-kwargs .*: num_envs is not to be set here; leave it out",
+    ("Hopper-v5", '{"max_episode_steps": "a"}'): "--env-kwargs .*max_episode_steps",
+    ("ALE/Pong-v5", '{"gravity": 1}'): "--env-kwargs .*unexpected keyword argument 'gravity'",
+}
+
+
+@pytest.mark.parametrize("env_id, options", REFUSED)
+def test_what_a_simulator_does_not_have_is_refused_in_one_line(env_id, options):
+    with pytest.raises(BadInput, match=f"^{REFUSED[env_id, options]}") as refused:
+        make_envs(env_id, 1, TRAINING, range(2), SPACES, env_kwargs=options)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    """EnvPool itself, and for Procgen Qt."""
+    with pytest.raises(BadInput, match="^--env-kwargs nonsense: must be a JSON object, such as '{"):
+        ppo_ddp.Args(env_kwargs="nonsense")
+
+    def no_qt(*args, **kwargs):
+        raise ImportError("EnvPool Procgen requires the system Qt 5 runtime on Linux. Install ...")
+
+    monkeypatch.setattr(envpool, "make_spec", no_qt)
+    with pytest.raises(BadInput, match="^--env-id envpool/StarpilotEasy-v0: EnvPool Procgen requires the system Qt 5"):
+        make_envs("envpool/StarpilotEasy-v0", 1, TRAINING, range(2), SPACES)
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(BadInput, match="^--env-id envpool/Pong-v5: needs a package that is missing: pip install envp"):
+        make_envs("envpool/Pong-v5", 1, TRAINING, range(2), SPACES)
+
+
+def test_films(tmp_path):
+    """Of what EnvPool draws by itself; of MuJoCo it needs OpenGL, without which it ends the process: not the run's."""
+    flags = "--num-envs 4 --num-steps 32 --total-timesteps 256 --eval-every 256 --eval-episodes 1 --capture-video"
+    filmed = run("ppo_ddp.py", 1, f"--env-id envpool/CartPole-v1 {flags}", tmp_path / "cartpole", "float32")
+    assert sorted(path.name for path in (filmed.dir / "videos").iterdir()) == ["0.mp4", "256.mp4"]
+    env = {"DISPLAY": "", "MUJOCO_GL": "egl"}
+    mujoco = run("ppo_ddp.py", 1, f"--env-id envpool/InvertedPendulum-v5 {flags}", tmp_path / "mujoco", **env)
+    if not (mujoco.dir / "videos" / "0.mp4").exists():
+        assert mujoco.out.count("--capture-video: no films (RuntimeError: EnvPool cannot draw InvertedPendulum-v5") == 1
+
+
+# --network impala
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
+def test_impala_is_the_papers_network(module):
+    """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks; then 256."""
+    torch.manual_seed(1)
+    trunk = module.Trunk(gym.spaces.Box(0, 255, (3, 64, 64), np.uint8), True, "impala")
+    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
+    tensors = iter(trunk.parameters())
+
+    def conv(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, next(tensors), next(tensors), padding=1)
+
+    x = obs.float() / 255
+    for channels in (16, 32, 32):
+        x = nn.functional.max_pool2d(conv(x), 3, 2, 1)
+        assert x.shape[1] == channels
+        for _ in range(2):
+            x = x + conv(conv(x.relu()).relu())
+    x = x.relu().flatten(1)
+    assert x.shape[1] == 2048
+    if module is not dqn_ddp:  # whose hidden layers of 256 are the streams'
+        x = nn.functional.linear(x, next(tensors), next(tensors)).relu()
+    assert next(tensors, None) is None
+    torch.testing.assert_close(trunk(obs), x)
+    assert (module is dqn_ddp and trunk.width == 256) or x.shape == (5, 256)
+    small = module.Trunk(gym.spaces.Box(0, 1, (10, 11, 6), np.bool_), False, "impala")
+    assert small(torch.ones(2, 10, 11, 6, dtype=torch.bool)).shape == (2, small.num_features)
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
+def test_impala_is_for_images(module, tmp_path):
+    with pytest.raises(BadInput, match="^--network impala: CartPole-v1 has vector observations; leave it off"):
+        module.main(module.Args(network="impala", cuda=False, run_dir=str(tmp_path / "run")))
