@@ -188,7 +188,7 @@ def make_envs(
     elif looks_channels_first(obs_space.shape) and not env_id.startswith(("ALE/", "envpool/")):
         fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
         fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
-    elif len(obs_space.shape) == 3 and min(obs_space.shape[:2]) < 3:
+    elif len(obs_space.shape) == 3 and sorted(obs_space.shape)[1] < 3:
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif 0 in (*obs_space.shape, *(action_space.shape or ())):
         fault = f"observation space {obs_space} or action space {action_space} holds no number"
