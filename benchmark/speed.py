@@ -3,8 +3,9 @@
     python -m benchmark.speed                 # all rows
     python -m benchmark.speed --rows 1 7 --repetitions 5
 
-The first run installs the peer into benchmark/.peer (this alone needs the internet). Steps per second are those of the
-steady state: the first eighth of a run is left out. Nothing else should run on the machine meanwhile.
+The first run installs the peer into benchmark/.peer (this alone needs the internet); rows 10 and 11 need EnvPool.
+Steps per second are those of the steady state: the first eighth of a run is left out. Nothing else should run on the
+machine meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,7 +33,7 @@ QUIET = "--eval-every 0 --check-sync-every 0"
 
 @dataclass
 class Args:
-    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9], ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
     """which rows of the table"""
     repetitions: int = 3
     """interleaved repetitions of each work"""
@@ -103,6 +105,16 @@ def peer_start() -> Measure:
     return Measure(0.0, *timed(command, 1)[1:])
 
 
+def pools(env_id: str, num_envs: int, steps: int) -> dict[str, Callable[[], Measure]]:
+    """PPO on an environment through gymnasium, and through EnvPool with a thread and with two."""
+    flags = f"--num-envs {num_envs} --total-timesteps {steps} --env-id"
+    return {
+        f"{num_envs} envs, gymnasium": lambda: ours("ppo_ddp.py", f"{flags} {env_id}"),
+        f"{num_envs} envs, EnvPool t1": lambda: ours("ppo_ddp.py", f"{flags} envpool/{env_id}"),
+        f"{num_envs} envs, EnvPool t2": lambda: ours("ppo_ddp.py", f"{flags} envpool/{env_id}", 1, 2),
+    }
+
+
 CARTPOLE = "--total-timesteps 100000 --no-norm-reward"
 WORKS = {
     1: {
@@ -138,6 +150,8 @@ WORKS = {
         "ours t2": lambda: ours("sac_ddp.py", HOPPER, 1, 2),
     },
     7: {"peer": peer_start, "ours": our_start},
+    10: pools("CartPole-v1", 8, 100_000) | pools("CartPole-v1", 64, 400_000),
+    11: pools("HalfCheetah-v5", 8, 40_000) | pools("HalfCheetah-v5", 64, 160_000),
 }
 RATIOS = {
     1: [("ours", "peer", "at least 2.0, better 2.7"), ("ours, --compile", "peer", "better 2.7")],
@@ -148,6 +162,10 @@ RATIOS = {
     3: [("ours t1", "peer t1", "at least 1.2, better 1.5"), ("ours t2", "peer t2", "at least 1.3, better 1.6")],
     4: [("2 ranks of 8 envs", "1 rank of 8 envs", "at least 1.7, better 1.9")],
     5: [("ours", "peer", "at least 2.1, better 2.7")],
+    **dict.fromkeys(
+        (10, 11),
+        [(f"{n} envs, EnvPool t{t}", f"{n} envs, gymnasium", "no goal") for n in (8, 64) for t in (1, 2)],
+    ),
     6: [("ours t1", "peer t1", "at least 1.1, better 1.6"), ("ours t2", "peer t2", "at least 1.15, better 1.6")],
 }
 NAMES = {
@@ -158,6 +176,8 @@ NAMES = {
     5: "DQN CartPole",
     6: "SAC Hopper",
     7: "start-up, memory",
+    10: "PPO CartPole through EnvPool",
+    11: "PPO HalfCheetah through EnvPool",
 }
 
 

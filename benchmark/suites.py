@@ -41,10 +41,37 @@ DQN_ATARI = "--total-timesteps 10000000 --eval-every 250000 --log-every 50000 --
 DQN_ATARI += " --batch-size 32 --learning-rate 1e-4 --learning-starts 80000 --train-frequency 4"
 DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-e 0.01"
 
+# the paper's (arXiv:2009.04416, table 2 and its code): 64 environments on each of four workers
+PROCGEN = "--network impala --total-timesteps 100000000 --eval-every 5000000 --checkpoint-every 8388608"
+PROCGEN += " --num-envs 256 --num-steps 256 --num-minibatches 8 --learning-rate 5e-4 --no-anneal-lr --adam-eps 1e-8"
+PROCGEN += " --gamma 0.999 --norm-adv batch --no-clip-vloss --vf-coef 1 --max-grad-norm inf --eval-episodes 100"
+PPO_PROCGEN = f"{PROCGEN} --update-epochs 3"
+PPG_PROCGEN = f"{PROCGEN} --update-epochs 1 --n-pi 32 --aux-epochs 6 --num-aux-minibatches 512"
+
 
 def work(script: str, env_id: str, flags: str, seeds: dict[int, tuple[int, ...]], variant: str = "") -> dict:
     return {"script": script, "env_id": env_id, "flags": flags, "seeds": seeds, "variant": variant}
 
+
+# of 16 games, what gives a normalised return of 0 and of 1, hard and easy (arXiv:1912.01588, appendix C)
+PROCGEN_SCALES = {
+    "Bigfish": ((0, 40), (1, 40)),
+    "Bossfight": ((0.5, 13), (0.5, 13)),
+    "Caveflyer": ((2, 13.4), (3.5, 12)),
+    "Chaser": ((0.5, 14.2), (0.5, 13)),
+    "Climber": ((1, 12.6), (2, 12.6)),
+    "Coinrun": ((5, 10), (5, 10)),
+    "Dodgeball": ((1.5, 19), (1.5, 19)),
+    "Fruitbot": ((-0.5, 27.2), (-1.5, 32.4)),
+    "Heist": ((2, 10), (3.5, 10)),
+    "Jumper": ((1, 10), (3, 10)),
+    "Leaper": ((1.5, 10), (3, 10)),
+    "Maze": ((4, 10), (5, 10)),
+    "Miner": ((1.5, 20), (1.5, 13)),
+    "Ninja": ((2, 10), (3.5, 10)),
+    "Plunder": ((3, 30), (4.5, 30)),
+    "Starpilot": ((1.5, 35), (2.5, 64)),
+}
 
 SUITES = {
     "classic": [
@@ -94,6 +121,11 @@ SUITES = {
         for env_id in ("ALE/Pong-v5", "ALE/Breakout-v5", "ALE/BeamRider-v5")
         for script, flags in (("ppo_ddp.py", PPO_ATARI), ("dqn_ddp.py", DQN_ATARI))
     ],
+    "procgen": [
+        work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)})
+        for game in PROCGEN_SCALES
+        for script, flags in (("ppo_ddp.py", PPO_PROCGEN), ("ppg_ddp.py", PPG_PROCGEN))
+    ],
 }
 
 CLEANRL, RL_ZOO = "CleanRL's documentation", "RL Zoo's benchmark page, one run"
@@ -131,6 +163,8 @@ SCALES = {
     "ALE/Breakout-v5": (1.7, 415),
     "ALE/BeamRider-v5": (364, 1916),
 }
+SCALES |= {f"envpool/{game}Hard-v0": hard for game, (hard, _) in PROCGEN_SCALES.items()}
+SCALES |= {f"envpool/{game}Easy-v0": easy for game, (_, easy) in PROCGEN_SCALES.items()}
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,10 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     assert "in faulty_gather" in run.err and "in train" in run.err
 
 
-@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", SHORT), ("sac_ddp.py", f"{SHORT_REPLAY} --q-lr 1e38")])
+@pytest.mark.parametrize(
+    "script, flags",
+    [("ppo_ddp.py", SHORT), pytest.param("sac_ddp.py", f"{SHORT_REPLAY} --q-lr 1e38", marks=pytest.mark.slow)],
+)
 def test_divergence_is_said_once(script, flags, tmp_path):
     flags = f"{flags} {'' if script == 'sac_ddp.py' else '--learning-rate 1e38'} --run-dir {tmp_path / 'run'}"
     run = finish(start(script, 2, flags, True, LOCKSTEP_DTYPE="float32"), tmp_path)
@@ -162,7 +165,9 @@ def test_one_process_stops_on_request(script, flags, number, code, tmp_path):
     assert run.code == code and run.model["global_step"] > 0 and "Traceback" not in run.err, run.err
 
 
-@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", LONG), ("sac_ddp.py", LONG_REPLAY)])
+@pytest.mark.parametrize(
+    "script, flags", [("ppo_ddp.py", LONG), pytest.param("sac_ddp.py", LONG_REPLAY, marks=pytest.mark.slow)]
+)
 def test_two_ranks_stop_on_request(script, flags, tmp_path):
     """One rank alone is asked; both agree at the next boundary, and the model is written."""
     process, family = begin(script, 2, f"{flags} --save-model", tmp_path)

@@ -145,7 +145,7 @@ def test_looking_ahead_leaves_the_networks_alone():
 
 ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in the same order
     "Args.__post_init__": [],
-    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first)"],
+    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first, network)"],
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
     "main": [],
     "train": [

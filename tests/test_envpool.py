@@ -38,12 +38,12 @@ STARPILOT = "--env-id envpool/StarpilotEasy-v0 --num-envs 4 --num-steps 16 --eva
 BREAKOUT = "--env-id envpool/Breakout-v5 --num-envs 4 --eval-every 0 --buffer-size 400 --total-timesteps 560"
 BREAKOUT += " --learning-starts 480 --batch-size 16 --log-every 200"
 CHEETAH = "--env-id envpool/HalfCheetah-v5 --num-envs 4 --batch-size 64 --total-timesteps 560 --learning-starts 500"
-CHEETAH += " --log-every 200 --eval-every 280 --eval-episodes 3"
+CHEETAH += """ --log-every 200 --eval-every 280 --eval-episodes 3 --env-kwargs {"max_episode_steps":100}"""
 CARTPOLE = "--env-id envpool/CartPole-v1 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 CARTPOLE += " --eval-episodes 6"
 CASES = {
     "ppo cartpole": ("ppo_ddp.py", CARTPOLE),
-    "ppo starpilot": ("ppo_ddp.py", f"{STARPILOT} --total-timesteps 128 --network impala"),
+    "ppo starpilot": ("ppo_ddp.py", f"{STARPILOT} --total-timesteps 64 --num-steps 8 --network impala"),
     "ppg starpilot": (
         "ppg_ddp.py",
         f"{STARPILOT} --total-timesteps 128 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 4",
@@ -70,7 +70,9 @@ def test_the_same_bytes_on_four(case, tmp_path):
 @pytest.mark.parametrize(
     "script, flags",
     [
-        pytest.param("ppo_ddp.py", f"{STARPILOT} --total-timesteps 128 --save-model", marks=PROCGEN),
+        pytest.param(
+            "ppo_ddp.py", f"{STARPILOT} --total-timesteps 128 --save-model", marks=[PROCGEN, pytest.mark.slow]
+        ),
         ("sac_ddp.py", f"{CHEETAH} --save-model"),
     ],
 )

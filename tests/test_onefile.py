@@ -30,7 +30,10 @@ def made(script: str, folder: Path) -> Path:
     return folder / "mine.py"
 
 
-@pytest.mark.parametrize("script", CASES)
+@pytest.mark.parametrize(
+    "script",
+    ["ppo_ddp.py", "dqn_ddp.py", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppg_ddp.py", "sac_ddp.py"))],
+)
 def test_one_file_gives_the_scripts_bytes(script, tmp_path):
     """In an empty folder with nothing else to import; as linters and formatters want it; with what it uses, only."""
     path, (size, flags) = made(script, tmp_path), CASES[script]

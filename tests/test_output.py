@@ -264,7 +264,7 @@ def test_a_run_ends_at_a_return(tmp_path):
     assert result.column("global_step")[-1] == 1024 and result.column("eval/episodic_return")[-1] >= 5
 
 
-@pytest.mark.parametrize("script, size", [("ppg_ddp.py", 2), ("sac_ddp.py", 1)])
+@pytest.mark.parametrize("script, size", [("ppg_ddp.py", 2), pytest.param("sac_ddp.py", 1, marks=pytest.mark.slow)])
 def test_a_copied_script_runs(script, size, tmp_path):
     """The script and `common/`, as its docstring says, alone in a folder."""
     assert all("copy this file and `common/`" in (ROOT / name).read_text() for name in ALL)

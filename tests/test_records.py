@@ -156,7 +156,7 @@ OWN = """
 from benchmark.suites import work
 
 SUITE = [
-    work(script, "CartPole-v1", f"{flags} --eval-every 64 --eval-episodes 2", {1: (1, 2)}, variant)
+    work(script, "CartPole-v1", f"{flags} --eval-every 64 --eval-episodes 2", {1: (1,)}, variant)
     for script, flags, variant in (
         ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192", ""),
         ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192 --learning-rate 1e-3", "fast"),
@@ -191,9 +191,9 @@ def test_a_suite_of_ones_own(tmp_path):
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
     done = python("benchmark.run", "own.py", "--cores", "2", "--filter", "my_ppo")
-    assert done.returncode == 0 and "2 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "1 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
     done = python("benchmark.run", "own.py", "--cores", "2")
-    assert done.returncode == 0 and "6 runs, 2 of them recorded" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "3 runs, 1 of them recorded" in done.stdout, done.stdout + done.stderr
     record = json.loads((tmp_path / "benchmark/results/own/CartPole-v1__my_ppo__w1__s1.json").read_text())
     assert record["command"].startswith("python my_ppo.py --env-id CartPole-v1 --seed 1 ") and record["instructions"]
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())

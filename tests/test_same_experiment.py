@@ -67,7 +67,7 @@ def test_float32_agrees_over_the_first_updates(script, flags, tmp_path):
     "script, flags",
     [
         ("ppo_ddp.py", f"{FIVE} --env-id Hopper-v5 --norm-obs"),
-        ("sac_ddp.py", f"{REPLAY} --env-id Hopper-v5"),
+        pytest.param("sac_ddp.py", f"{REPLAY} --env-id Hopper-v5", marks=pytest.mark.slow),
         ("ppo_ddp.py", f"{FIVE} --env-id MinAtar/Breakout-v1"),
         ("dqn_ddp.py", f"{REPLAY} --env-id MinAtar/Breakout-v1"),
     ],

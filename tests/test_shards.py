@@ -56,6 +56,7 @@ CASES = {
     "sac": ("sac_ddp.py", 4, SAC, (1, 2, 4)),
     "sac prioritized": ("sac_ddp.py", 2, f"{SAC} --prioritized --policy-frequency 3", (1, 2)),
 }
+SLOW = {"ppo compiled", "ppo pong"}
 LONG = {
     "ppo": ("ppo_ddp.py", 4, "--num-envs 8 --total-timesteps 200000", (1, 2, 4)),
     "sac": ("sac_ddp.py", 4, "--total-timesteps 20000", (1, 2, 4)),
@@ -81,7 +82,7 @@ def flat(tree: dict, prefix: str = "") -> dict:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CASES])
 def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
     """And where a layer's result for one row depends on how many rows it is given, as on some processors it may."""
     if case == "ppo compiled" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":

@@ -27,7 +27,7 @@ def test_cartpole_is_solved(script, steps, seed, world_size, tmp_path):
     assert result.column("eval/episodic_return")[-1] >= 475
 
 
-@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py"])
+@pytest.mark.parametrize("script", ["ppo_ddp.py", pytest.param("ppg_ddp.py", marks=pytest.mark.slow)])
 def test_dots_are_learnt_from_images(script, tmp_path):
     """Acting on what a 10 x 10 image shows: from 10 of 20 at random to more than 18."""
     flags = "--env-id tests.envs:Dots-v0 --num-steps 64 --total-timesteps 6144 --eval-every 2048 --learning-rate 2e-3"
@@ -59,7 +59,7 @@ def test_sac_learns_pendulum(tmp_path):
     assert result.column("eval/episodic_return")[-1] >= -350
 
 
-@pytest.mark.parametrize("script", ["dqn_ddp.py", "sac_ddp.py"])
+@pytest.mark.parametrize("script", ["dqn_ddp.py", pytest.param("sac_ddp.py", marks=pytest.mark.slow)])
 def test_replay_with_asynchronous_environments_gives_the_same_numbers(script, tmp_path):
     flags = (
         "--learning-starts 100 --batch-size 16 --total-timesteps 240 --eval-every 200 --eval-episodes 4 --save-model"

@@ -65,7 +65,7 @@ def test_a_film_shows_the_episode(env_id, shape, every, rate, tmp_path, monkeypa
             first = env.render()
         except Exception as error:  # MuJoCo's, in many ways, where no library draws without a display
             pytest.skip(f"{env_id} cannot be drawn here: {error}")
-    film(tmp_path / "videos" / "7.mp4", env_id, episode, lambda: None)
+    film(tmp_path / "videos" / "7.mp4", env_id, "{}", episode, lambda: None)
     assert [path.name for path in (tmp_path / "videos").iterdir()] == ["7.mp4"]
     frames, fps = frames_of(tmp_path / "videos" / "7.mp4")
     assert len(frames) == -(-len(episode.actions) // every) > 1 and fps == rate
@@ -84,7 +84,7 @@ def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
     """Nothing is left where, played again, it comes to another return."""
     episode = played("CartPole-v1", 60)._replace(episodic_return=1e6)
     with pytest.raises(ValueError, match="^played again, the episode came to "):
-        film(tmp_path / "videos" / "7.mp4", "CartPole-v1", episode, lambda: None)
+        film(tmp_path / "videos" / "7.mp4", "CartPole-v1", "{}", episode, lambda: None)
     assert list((tmp_path / "videos").iterdir()) == []
 
 
