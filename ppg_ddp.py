@@ -20,9 +20,9 @@ Differences from the reference (OpenAI's phasic-policy-gradient), beside those l
 3. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
 4. Layers start orthogonal, as PPO's; the reference's start as normal draws, normed by output.
 5. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
-6. Phases and batches are small by default, for small problems; the paper's, for Procgen: 64 environments per process,
-   --num-steps 256 --num-minibatches 8 --n-pi 32 --num-aux-minibatches 512 --gamma 0.999 --no-anneal-lr
-   --max-grad-norm inf, which makes 3,072 auxiliary updates a phase, of 1,024 transitions per process.
+6. Phases and batches are small by default, for small problems; the paper's, for Procgen, are the suite `procgen`'s
+   (benchmark/suites.py): on each of four processes 64 environments, and 3,072 auxiliary updates a phase, of 1,024
+   transitions each. There, a time limit is a truncation; the reference takes it for a termination.
 """
 
 from __future__ import annotations
