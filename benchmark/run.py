@@ -79,7 +79,7 @@ class Run:
         return f"{self.env_id.replace('/', '-').replace(':', '-')}__{script}__w{self.world_size}"
 
     def command(self, run_dir: Path) -> list[str]:
-        words = [self.script, "--env-id", self.env_id, "--seed", str(self.seed), *self.flags.split()]
+        words = [self.script, "--env-id", self.env_id, "--seed", str(self.seed), *shlex.split(self.flags)]
         launch = ["python"]
         if self.world_size > 1:
             launch = ["python", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world_size}"]

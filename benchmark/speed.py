@@ -19,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -106,12 +108,12 @@ def peer_start() -> Measure:
 
 
 def pools(env_id: str, num_envs: int, steps: int) -> dict[str, Callable[[], Measure]]:
-    """PPO on an environment through gymnasium, and through EnvPool with a thread and with two."""
+    """PPO on an environment through gymnasium and through EnvPool, with one thread (of torch too) and with two."""
     flags = f"--num-envs {num_envs} --total-timesteps {steps} --env-id"
     return {
-        f"{num_envs} envs, gymnasium": lambda: ours("ppo_ddp.py", f"{flags} {env_id}"),
-        f"{num_envs} envs, EnvPool t1": lambda: ours("ppo_ddp.py", f"{flags} envpool/{env_id}"),
-        f"{num_envs} envs, EnvPool t2": lambda: ours("ppo_ddp.py", f"{flags} envpool/{env_id}", 1, 2),
+        f"{num_envs} envs, {name} t{threads}": partial(ours, "ppo_ddp.py", f"{flags} {prefix}{env_id}", 1, threads)
+        for threads in (1, 2)
+        for name, prefix in (("gymnasium", ""), ("EnvPool", "envpool/"))
     }
 
 
@@ -164,7 +166,7 @@ RATIOS = {
     5: [("ours", "peer", "at least 2.1, better 2.7")],
     **dict.fromkeys(
         (10, 11),
-        [(f"{n} envs, EnvPool t{t}", f"{n} envs, gymnasium", "no goal") for n in (8, 64) for t in (1, 2)],
+        [(f"{n} envs, EnvPool t{t}", f"{n} envs, gymnasium t{t}", "no goal") for n in (8, 64) for t in (1, 2)],
     ),
     6: [("ours t1", "peer t1", "at least 1.1, better 1.6"), ("ours t2", "peer t2", "at least 1.15, better 1.6")],
 }
@@ -221,6 +223,8 @@ def replay_latency(repetitions: int) -> None:
 
 
 def main(args: Args) -> None:
+    if set(args.rows) & {10, 11} and find_spec("envpool") is None:
+        sys.exit("error: --rows: 10 and 11 need EnvPool: pip install envpool==1.2.5")
     if set(args.rows) & {1, 3, 5, 6, 7}:
         install_peer()
     for row in args.rows:

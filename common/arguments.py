@@ -46,7 +46,7 @@ class RunArgs:
     cuda: bool = True
     """use GPUs where there are any"""
     num_threads: Threads = 0
-    """threads per rank, of torch, Atari and EnvPool; 0: the cores divided by the local ranks, of torch one on small"""
+    """threads per rank, of Atari, EnvPool and torch; 0: the cores divided by the local ranks (torch on vectors: one)"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: a process for each environment, those of evaluation too, if slow; Atari and EnvPool have threads"""
     eval_every: Period = 50_000

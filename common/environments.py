@@ -28,8 +28,10 @@ from common.pool import OURS, Pool
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
 COLOURS = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}  # ALE's own environments' films
-RESERVED = OURS | {"id", "vectorization_mode", "vector_kwargs", "wrappers", "autoreset_mode", "reward_clipping"}
-RESERVED |= {"life_loss_info"}
+# options that are the program's, or would hide what it counts
+GYMNASIUMS = {"id", "num_envs", "vectorization_mode", "vector_kwargs", "wrappers", "render_mode"}
+ALES = GYMNASIUMS | {"game", "rom_path", "num_threads", "autoreset_mode", "reward_clipping", "life_loss_info"}
+RESERVED = {"envpool": OURS, "ALE": ALES | {"episodic_life", "batch_size", "seed", "thread_affinity_offset"}}
 WORKER_FAULT = "--vectorization async: the process of an environment ended; was it killed?"
 
 
@@ -70,13 +72,12 @@ class Environments(VectorWrapper):
         self.indices, self.seeds, self.steps = indices, environment_seeds(seed, domain, indices), 0
         self.first: Episode | None = None
         self.shards = [slice(0, len(indices))]
-        ale, pool = type(envs.unwrapped).__name__ == "AtariVectorEnv", isinstance(envs, Pool)
-        self.atari, self.repeats_first, self.takes_array = ale or pool and envs.atari, pool, ale
+        ale, pool = is_ale(envs), isinstance(envs, Pool)
+        self.atari, self.repeats_first, self.takes_array = ale or (pool and envs.atari), pool, ale
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
-        shape = spaces[0].shape
-        self.channels_first = looks_channels_first(shape)  # of others `make_envs` refuses it
-        self.stack = shape[0] if ale else envs.stack if pool else 1
+        self.channels_first = has_channels_first(envs)
+        self.stack = spaces[0].shape[0] if ale else envs.stack if pool else 1
         self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
 
     def start(self, checkpoint: int = 0) -> np.ndarray:
@@ -180,15 +181,17 @@ def make_envs(
     seeds = environment_seeds(seed, domain, indices)
     options = vectorization, num_threads, life_loss, env_kwargs
     envs = make_vec(env_id, len(indices), int(seeds[0]), *options)
+    named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if json.loads(env_kwargs) else "")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     fault = None
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
-        fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
-    elif looks_channels_first(obs_space.shape) and not env_id.startswith(("ALE/", "envpool/")):
+        if not env_id.startswith(("ALE/", "envpool/")):  # which cannot be wrapped
+            fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
+    elif has_channels_first(envs) and not env_id.startswith(("ALE/", "envpool/")):
         fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
         fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
-    elif len(obs_space.shape) == 3 and sorted(obs_space.shape)[1] < 3:
+    elif min(obs_space.shape[1:] if has_channels_first(envs) else obs_space.shape[:2], default=3) < 3:
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif 0 in (*obs_space.shape, *(action_space.shape or ())):
         fault = f"observation space {obs_space} or action space {action_space} holds no number"
@@ -198,12 +201,18 @@ def make_envs(
         fault = f"action space {action_space} is a Box of integers; only a Box of floats is supported"
     if fault:
         envs.close()
-        raise BadInput(f"--env-id {env_id}: {' '.join(fault.split())}.")
+        raise BadInput(f"{named}: {' '.join(fault.split())}.")
     return Environments(envs, seed, domain, indices)
 
 
-def looks_channels_first(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 3 and shape[0] < min(shape[1:])
+def has_channels_first(envs: VectorEnv) -> bool:
+    """Of images: on Atari always, otherwise by their shape."""
+    shape, games = envs.single_observation_space.shape or (), is_ale(envs) or (isinstance(envs, Pool) and envs.atari)
+    return len(shape) == 3 and (games or shape[0] < min(shape[1:]))
+
+
+def is_ale(envs: VectorEnv) -> bool:
+    return type(envs.unwrapped).__name__ == "AtariVectorEnv"
 
 
 def make_vec(
@@ -220,7 +229,8 @@ def make_vec(
     same_step = AutoresetMode.SAME_STEP
     seed_libraries(seed)
     options = json.loads(env_kwargs)
-    if taken := sorted(options.keys() & RESERVED):
+    family = env_id.partition("/")[0]
+    if taken := sorted(options.keys() & RESERVED.get(family, GYMNASIUMS)):
         raise BadInput(f"--env-kwargs {env_kwargs}: {taken[0]} is not to be set here; leave it out.")
     module, colon, _ = env_id.rpartition(":")
     if colon and not all(word.isidentifier() for word in module.split(".")):
@@ -233,31 +243,32 @@ def make_vec(
             own = {"autoreset_mode": same_step, "num_threads": min(num_threads, num_envs), "life_loss_info": life_loss}
             own["reward_clipping"] = False  # statistics count the score; scripts take the sign
             own["repeat_action_probability"] = 0.0  # as in the published results for NoFrameskip-v4
-            options = own | options | (COLOURS if draws else {})
-            envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **options)
+            own |= options | (COLOURS if draws else {})
+            envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **own)
         elif env_id.startswith("envpool/"):
             task = env_id.removeprefix("envpool/")
             envs = Pool(task, num_envs, num_threads, options, life_loss, draws)
         else:
-            if draws:
-                options["render_mode"] = "rgb_array"
             if env_id.startswith("MinAtar/"):
                 from minatar.gym import register_envs
 
                 if "MinAtar/Breakout-v1" not in gym.registry:
                     register_envs()
-            options["vector_kwargs"] = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
-            options["wrappers"] = [partial(alone, seed=seed), *([Unstick] if env_id.startswith("MinAtar/") else [])]
-            envs = gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, **options)
+            own = {"render_mode": "rgb_array"} if draws else {}
+            own["vector_kwargs"] = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
+            own["wrappers"] = [partial(alone, seed=seed), *([Unstick] if env_id.startswith("MinAtar/") else [])]
+            envs = gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, **own, **options)
     except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
         reason = " ".join(str(error).split())
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
-        raise BadInput(f"--env-id {env_id}: {reason}{atari_hint(env_id)}") from error
-    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
-        if env_kwargs == "{}":
+        named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
+        raise BadInput(f"{named}: {reason}{atari_hint(env_id)}") from error
+    except (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
+        if not options:
             raise
-        raise BadInput(f"--env-kwargs {env_kwargs}: {' '.join(str(error).split())[:500]}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise BadInput(f"--env-kwargs {env_kwargs}: {reason}") from error
     assert envs.metadata["autoreset_mode"] == same_step
     return envs
 

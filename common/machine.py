@@ -79,7 +79,7 @@ def environment_record(world: World) -> dict[str, Any]:
         about["device"] = f"{torch.cuda.get_device_name(world.device)}; {about['device']}"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions["gymnasium"] = gymnasium.__version__
-    for simulator in ("ale-py", "box2d", "minatar", "mujoco"):
+    for simulator in ("ale-py", "box2d", "envpool", "minatar", "mujoco"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[simulator] = metadata.version(simulator)
     record = {"world_size": world.world_size, "threads": torch.get_num_threads(), "command": shlex.join(sys.argv)}

@@ -20,10 +20,15 @@ OURS = {"num_envs", "batch_size", "num_threads", "max_num_players", "thread_affi
 OURS |= {"env_seed", "gym_reset_return_info", "env_name", "task", "task_name", "reward_clip", "episodic_life"}
 OURS |= {"zero_discount_on_life_loss", "render_mode", "render_env_id"}
 PIXELS = {"from_pixels", "render_width", "render_height", "render_camera_id"}  # which MuJoCo's have beside their own
-PICTURE = """
-import json, sys, envpool
-env = envpool.make_gymnasium(sys.argv[1], num_envs=1, render_mode="rgb_array", **json.loads(sys.argv[2]))
-env.reset(), env.render()
+COUNTS = {"max_episode_steps", "frame_skip", "stack_num", "frame_stack", "img_height", "img_width"}
+TRIAL = """
+import json, sys, envpool, numpy
+options = json.loads(sys.argv[2])
+env = envpool.make_gymnasium(sys.argv[1], num_envs=1, seed=[0], **options)
+env.reset()
+env.step(numpy.asarray(env.action_space.sample())[None])
+if "render_mode" in options:
+    env.render()
 """
 
 
@@ -33,8 +38,8 @@ class Pool(VectorEnv):
     EnvPool takes seeds only when it makes environments, so `reset` makes them anew. A dictionary of vectors and
     numbers is observed as one vector, in the order of its keys. Of an Atari game, `game_over` in the infos tells where
     the whole game ended; with `life_loss` a lost life terminates, and the game goes on.
-    Raises `gym.error.Error` for an unknown task or one of several players, and `TypeError` naming an option that it
-    lacks, or a value of a wrong type.
+    Raises `gym.error.Error` for an unknown task, one of several players or one that cannot be made, `TypeError` or
+    `ValueError` naming an option that it lacks or a wrong value, and `RuntimeError` for options that do not work.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -47,28 +52,36 @@ class Pool(VectorEnv):
         if task not in (tasks := envpool.list_all_envs()):
             near = difflib.get_close_matches(task, tasks, 3, 0.5) or tasks[:3]
             raise gym.error.NameNotFound(f"EnvPool has no {task}; it has {', '.join(near)}, ...")
-        config = envpool.make_spec(task).config._asdict()
+        config = options_of(task, options)
         for name, value in options.items():
-            if name not in config.keys() | PIXELS:
+            if name not in config.keys() | (PIXELS if options.get("from_pixels") else {"from_pixels"}):
                 raise TypeError(f"{task} has no {name}; it has {', '.join(sorted(config.keys() - OURS))}")
             wanted = type(config.get(name, value))
-            if not isinstance(value, (int, float) if wanted is float else wanted):
+            if wanted is tuple and isinstance(value, list):  # JSON has no tuples
+                options = options | {name: tuple(value)}
+            elif not isinstance(value, (int, float) if wanted is float else wanted):
                 raise TypeError(f"{name} {value!r}: must be of type {wanted.__name__}, such as {config[name]!r}")
+            least = 1 if name in COUNTS else -(2**31)
+            if isinstance(value, int) and not least <= value < 2**31:
+                raise ValueError(f"{name} {value}: must be from {least} to {2**31 - 1}")
         config |= options
         if config["max_num_players"] > 1:
             raise gym.error.Error(f"EnvPool's {task} has several players; it must have one.")
         self.atari = "full_action_space" in config
         self.stack = config["stack_num"] if self.atari and config["gray_scale"] else 1  # frames of an observation
         self.life_loss, self.num_envs, self.render_mode = self.atari and life_loss, num_envs, None
-        options = options | {"num_threads": min(num_threads, num_envs)}
         if draws:
-            require_picture(task, json.dumps(options))
-            self.render_mode = options["render_mode"] = "rgb_array"
-        self.make = functools.partial(envpool.make_gymnasium, task, **options)
-        trial = self.make(num_envs=1, seed=[0])  # so that what is wrong shows here
-        with warnings.catch_warnings():  # that bounds of spaces lose digits
-            warnings.simplefilter("ignore")
-            space, self.single_action_space = trial.observation_space, trial.action_space
+            self.render_mode = "rgb_array"
+            options = options | {"render_mode": self.render_mode}
+        if options:
+            require_works(task, json.dumps(options))
+        self.make = functools.partial(envpool.make_gymnasium, task, num_threads=min(num_threads, num_envs), **options)
+        try:
+            one = self.make(num_envs=1, seed=[0])
+        except RuntimeError as error:
+            raise gym.error.Error(f"EnvPool cannot make {task}: {error}") from error
+        with warnings.catch_warnings(action="ignore"):  # that bounds of spaces lose digits
+            space, self.single_action_space = one.observation_space, one.action_space
             self.parts: list[str] = []  # of a dictionary
             if isinstance(space, gym.spaces.Dict) and all(is_vector(part) for part in space.spaces.values()):
                 self.parts, space = list(space.spaces), gym.spaces.flatten_space(space)
@@ -82,8 +95,9 @@ class Pool(VectorEnv):
 
     def reset(self, *, seed: list[int], options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.pool = None  # its threads end before others begin
-        self.pool = self.make(num_envs=self.num_envs, seed=seed)
-        obs, infos = self.pool.reset()
+        with warnings.catch_warnings(action="ignore"):
+            self.pool = self.make(num_envs=self.num_envs, seed=seed)
+            obs, infos = self.pool.reset()
         self.lives = infos.get("lives")
         return self._observed(obs), {}
 
@@ -114,9 +128,26 @@ def is_vector(space: gym.Space) -> bool:
     return isinstance(space, gym.spaces.Box) and len(space.shape) <= 1 and np.issubdtype(space.dtype, np.floating)
 
 
+def options_of(task: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a task has, with their defaults; ViZDoom's own task exists only with those given."""
+    import envpool
+
+    for given in ({}, options):
+        try:
+            return envpool.make_spec(task, **given).config._asdict()
+        except RuntimeError as error:
+            fault = error
+    raise gym.error.Error(f"EnvPool cannot make {task}: {fault}")
+
+
 @functools.cache
-def require_picture(task: str, options: str) -> None:
-    """Raise `RuntimeError` where EnvPool cannot draw: of MuJoCo, without OpenGL, it ends the process that tries."""
-    done = subprocess.run([sys.executable, "-c", PICTURE, task, options], capture_output=True, text=True)
+def require_works(task: str, options: str) -> None:
+    """Raise `RuntimeError` where a task does not start with these options, a JSON object.
+
+    It is tried in a process of its own, since what a simulator cannot do, such as drawing without OpenGL, may end it.
+    """
+    command = [sys.executable, "-c", TRIAL, task, options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100)
     if done.returncode:
-        raise RuntimeError(f"EnvPool cannot draw {task} here: {' '.join(done.stderr.split()[-12:])}")
+        said = " ".join(" ".join(done.stdout.splitlines()[-3:]).split())
+        raise RuntimeError(f"EnvPool's {task} does not run so here: {said or f'exit code {done.returncode}'}")

@@ -181,6 +181,7 @@ for name, spaces in {
     "OneChannelFirst": (gym.spaces.Box(0, 255, (1, 64, 64), np.uint8), choice),
     "HugeBox": (vector, gym.spaces.Box(-1e30, 1e30, (2,), np.float32)),
     "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 2), np.float32), choice),
+    "NarrowImage": (gym.spaces.Box(0, 1, (10, 2, 4), np.float32), choice),
     "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
     "OpenBox": (vector, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)),
     "ImageBox": (gym.spaces.Box(0, 1, (9, 9, 3), np.float32), vector),

@@ -82,6 +82,7 @@ def test_periods_happen_at_or_past_each_multiple():
         ("--env-id .envs:Env-v0", "--env-id .envs:Env-v0: must be an id"),
         ("--env-id :CartPole-v1", "--env-id :CartPole-v1: must be an id"),
         ("--env-id tests.envs:TinyImage-v0", "smaller than 3 x 3"),
+        ("--env-id tests.envs:NarrowImage-v0", "smaller than 3 x 3"),
         ("--env-id ALE/NoSuchGame-v5", "--env-id ALE/NoSuchGame-v5"),
         ("--env-id tests.envs:DiscreteObs-v0", "observation space Discrete"),
         ("--env-id tests.envs:DictObs-v0", "observation space Dict"),

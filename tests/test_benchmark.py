@@ -80,6 +80,11 @@ def test_every_command_is_accepted(suite):
     assert all(env_id in SCALES for _, env_id in REFERENCES)
 
 
+def test_flags_may_be_quoted():
+    command = runner.Run("own", "ppo_ddp.py", "CartPole-v1", """--env-kwargs '{"a": 1}' --seed 2""", 1, 1, "")
+    assert command.command(Path("somewhere"))[-5:-2] == ['{"a": 1}', "--seed", "2"]
+
+
 TINY = """
 from benchmark.suites import work
 

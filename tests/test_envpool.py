@@ -73,7 +73,7 @@ def test_the_same_bytes_on_four(case, tmp_path):
         pytest.param(
             "ppo_ddp.py", f"{STARPILOT} --total-timesteps 128 --save-model", marks=[PROCGEN, pytest.mark.slow]
         ),
-        ("sac_ddp.py", f"{CHEETAH} --save-model"),
+        pytest.param("sac_ddp.py", f"{CHEETAH} --save-model", marks=pytest.mark.slow),
     ],
 )
 def test_one_process_and_two_agree_without_shards(script, flags, tmp_path):
@@ -195,7 +195,7 @@ def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
 def test_options_reach_the_simulator():
     """EnvPool's, gymnasium's, ALE's own and MuJoCo's."""
 
-    def first(env_id: str, options: str, indices=(0, 1)) -> np.ndarray:
+    def first(env_id: str, options: str, indices=(0, 1)) -> tuple[np.ndarray, np.ndarray]:
         envs = make_envs(env_id, 1, EVALUATION, indices, SPACES, env_kwargs=options)
         obs = envs.start().copy()
         action = np.zeros((len(indices), *envs.single_action_space.shape), envs.single_action_space.dtype)
@@ -206,9 +206,35 @@ def test_options_reach_the_simulator():
     assert first("CartPole-v1", "{}")[1].tolist() == [1, 1]
     assert first("CartPole-v1", '{"sutton_barto_reward": true}')[1].tolist() == [0, 0]
     assert first("ALE/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
+    many = make_envs("envpool/Breakout-v5", 1, TRAINING, [0], SPACES, env_kwargs='{"stack_num": 90}')
+    assert many.channels_first and many.stack == 90
     assert first("envpool/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
     calm, costly = (first("envpool/Pusher-v5", x)[1] for x in ("{}", '{"dist_cost_weight": 9}'))
-    assert (calm > 8 * costly).all()
+    assert (costly < 4 * calm).all() and (calm < 0).all()
+
+
+@pytest.mark.parametrize("prefix", ["", "envpool/"])
+def test_options_reach_a_runs_training_evaluation_and_films(prefix, tmp_path):
+    flags = f"--env-id {prefix}Pendulum-v1 --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 2"
+    done = run("ppo_ddp.py", 1, f'{flags} --capture-video --env-kwargs {{"max_episode_steps":16}}', tmp_path / "run")
+    assert set(done.column("charts/episodic_length")) == set(done.column("eval/episodic_length")) == {16.0}
+    assert len(list((done.dir / "videos").iterdir())) == 2, done.out  # played again to the same return
+
+
+def test_options_of_ones_own_may_have_any_name():
+    gym.register("Tasked-v0", lambda task: gym.make("CartPole-v1", max_episode_steps=task), max_episode_steps=None)
+    envs = make_envs("Tasked-v0", 1, TRAINING, range(2), SPACES, env_kwargs='{"task": 3}')
+    envs.start()
+    assert [envs.step(np.ones(2, int))[3].all() for _ in range(3)] == [False, False, True]
+    envs.close()
+
+
+@PROCGEN
+def test_options_that_end_the_process_are_refused():
+    with pytest.raises(
+        BadInput, match='--env-kwargs {"distribution_mode": 99}: .*StarpilotEasy-v0 does not run so here'
+    ):
+        make_envs("envpool/StarpilotEasy-v0", 1, TRAINING, [0], SPACES, env_kwargs='{"distribution_mode": 99}')
 
 
 @PROCGEN
@@ -232,8 +258,18 @@ REFUSED = {
         "envpool/FrozenLake-v1",
         "{}",
     ): r"--env-id envpool/FrozenLake-v1: observation space Discrete\(16\) is not a vector",
-    ("envpool/CartPole-v1", '{"gravity": 1}'): r'--env-kwargs {"gravity": 1}: CartPole-v1 has no gravity; it has ',
-    ("envpool/Breakout-v5", '{"stack_num": 1.5}'): r"--env-kwargs .*: stack_num 1.5: must be of type int, such as 4",
+    (
+        "envpool/CartPole-v1",
+        '{"gravity": 1}',
+    ): r'--env-kwargs {"gravity": 1}: TypeError: CartPole-v1 has no gravity; it has ',
+    (
+        "envpool/Breakout-v5",
+        '{"stack_num": 1.5}',
+    ): r"--env-kwargs .*: TypeError: stack_num 1.5: must be of type int, such as 4",
+    ("envpool/CartPole-v1", '{"max_episode_steps": 0}'): "--env-kwargs .*: max_episode_steps 0: must be from 1 to ",
+    ("envpool/Breakout-v5", '{"img_height": 2}'): "--env-id envpool/Breakout-v5 --env-kwargs .*smaller than 3 x 3",
+    ("ALE/Pong-v5", '{"game": "breakout"}'): "--env-kwargs .*: game is not to be set here",
+    ("envpool/Sudoku-v0", "{}"): "--env-id envpool/Sudoku-v0: EnvPool cannot make Sudoku-v0: ",
     ("envpool/Breakout-v5", '{"episodic_life": true}'): "--env-kwargs .*: episodic_life is not to be set here",
     ("envpool/Hopper-v5", '{"xml_file": "no.xml"}'): "--env-kwargs .*no.xml",
     ("CartPole-v1", '{"gravity": 1}'): "--env-kwargs .*unexpected keyword argument 'gravity'",
@@ -274,7 +310,7 @@ def test_films(tmp_path):
     env = {"DISPLAY": "", "MUJOCO_GL": "egl"}
     mujoco = run("ppo_ddp.py", 1, f"--env-id envpool/InvertedPendulum-v5 {flags}", tmp_path / "mujoco", **env)
     if not (mujoco.dir / "videos" / "0.mp4").exists():
-        assert mujoco.out.count("--capture-video: no films (RuntimeError: EnvPool cannot draw InvertedPendulum-v5") == 1
+        assert mujoco.out.count("no films (RuntimeError: EnvPool's InvertedPendulum-v5 does not run so here: ") == 1
 
 
 # --network impala

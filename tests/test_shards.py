@@ -36,7 +36,7 @@ CASES = {
     "ppo none": ("ppo_ddp.py", 4, f"{PPO} --norm-adv none --no-norm-reward", (1, 2)),
     "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 1024 --compile", (1, 2)),
     "ppo minatar": ("ppo_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
-    "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 16 --total-timesteps 192 --update-epochs 2", (1, 2)),
+    "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 8 --total-timesteps 64 --update-epochs 2", (1, 2)),
     "ppg": ("ppg_ddp.py", 4, PPG, (1, 2, 4)),
     "ppg box": ("ppg_ddp.py", 2, f"{PPG} --env-id Pendulum-v1", (1, 2)),
     "ppg minatar": (
@@ -56,7 +56,7 @@ CASES = {
     "sac": ("sac_ddp.py", 4, SAC, (1, 2, 4)),
     "sac prioritized": ("sac_ddp.py", 2, f"{SAC} --prioritized --policy-frequency 3", (1, 2)),
 }
-SLOW = {"ppo compiled", "ppo pong"}
+SLOW = {"ppo compiled"}
 LONG = {
     "ppo": ("ppo_ddp.py", 4, "--num-envs 8 --total-timesteps 200000", (1, 2, 4)),
     "sac": ("sac_ddp.py", 4, "--total-timesteps 20000", (1, 2, 4)),
