@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -15,6 +16,7 @@ import ppo_ddp
 from common.environments import EVALUATION, TRAINING, make_envs
 from common.episodes import EpisodeStatistics
 from common.launch import BadInput
+from common.pool import Pool
 from common.replay import ReplayBuffer
 from runs import assert_close, run
 from test_checkpoints import same_as
@@ -192,6 +194,23 @@ def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
     assert ends[True] >= 5 * ends[False] and max(total for total, _, _ in finished[True]) > 1
 
 
+def test_a_game_with_fewer_lives_than_the_last_one_had_left_is_no_lost_life():
+    """As after a truncation with lives won: the lives to compare with are those of the reset."""
+    pool = Pool("Breakout-v5", 1, 1, {}, life_loss=True)
+    obs, no, yes, lives = np.zeros((1, 4, 84, 84), np.uint8), np.zeros(1, bool), np.ones(1, bool), iter((6, 5, 4))
+
+    def stepped(truncations: np.ndarray) -> tuple:
+        return obs, np.zeros(1), no, truncations, {"lives": np.array([next(lives)])}
+
+    pool.lives = np.array([6])
+    pool.pool = SimpleNamespace(
+        step=lambda _: stepped(yes), reset=lambda ids: (obs, {"lives": np.array([next(lives)])})
+    )
+    assert not pool.step(no)[2][0] and pool.lives.tolist() == [5]
+    pool.pool.step = lambda _: stepped(no)
+    assert pool.step(no)[2][0]
+
+
 def test_options_reach_the_simulator():
     """EnvPool's, gymnasium's, ALE's own and MuJoCo's."""
 
@@ -213,10 +232,12 @@ def test_options_reach_the_simulator():
     assert (costly < 4 * calm).all() and (calm < 0).all()
 
 
-@pytest.mark.parametrize("prefix", ["", "envpool/"])
-def test_options_reach_a_runs_training_evaluation_and_films(prefix, tmp_path):
-    flags = f"--env-id {prefix}Pendulum-v1 --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 2"
-    done = run("ppo_ddp.py", 1, f'{flags} --capture-video --env-kwargs {{"max_episode_steps":16}}', tmp_path / "run")
+@pytest.mark.parametrize("env_id, more", [("Pendulum-v1", ',"g":5.0'), ("envpool/Pendulum-v1", "")])
+def test_options_reach_a_runs_training_evaluation_and_films(env_id, more, tmp_path):
+    flags = f"--env-id {env_id} --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 2"
+    done = run(
+        "ppo_ddp.py", 1, f'{flags} --capture-video --env-kwargs {{"max_episode_steps":16{more}}}', tmp_path / "run"
+    )
     assert set(done.column("charts/episodic_length")) == set(done.column("eval/episodic_length")) == {16.0}
     assert len(list((done.dir / "videos").iterdir())) == 2, done.out  # played again to the same return
 
