@@ -191,7 +191,9 @@ def make_envs(
     elif has_channels_first(envs) and not env_id.startswith(("ALE/", "envpool/")):
         fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
         fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
-    elif min(obs_space.shape[1:] if has_channels_first(envs) else obs_space.shape[:2], default=3) < 3:
+    elif (
+        len(obs_space.shape) == 3 and min(obs_space.shape[1:] if has_channels_first(envs) else obs_space.shape[:2]) < 3
+    ):
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif 0 in (*obs_space.shape, *(action_space.shape or ())):
         fault = f"observation space {obs_space} or action space {action_space} holds no number"

@@ -23,7 +23,7 @@ PIXELS = {"from_pixels", "render_width", "render_height", "render_camera_id"}  #
 COUNTS = {"max_episode_steps", "frame_skip", "stack_num", "frame_stack", "img_height", "img_width"}
 TRIAL = """
 import json, sys, envpool, numpy
-options = json.loads(sys.argv[2])
+options = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[2]).items()}
 env = envpool.make_gymnasium(sys.argv[1], num_envs=1, seed=[0], **options)
 env.reset()
 env.step(numpy.asarray(env.action_space.sample())[None])
@@ -147,7 +147,11 @@ def require_works(task: str, options: str) -> None:
     It is tried in a process of its own, since what a simulator cannot do, such as drawing without OpenGL, may end it.
     """
     command = [sys.executable, "-c", TRIAL, task, options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:  # a session of its own: Ctrl-C spares it
+        done = subprocess.run(command, **pipes, text=True, timeout=60, start_new_session=True)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"EnvPool's {task} does not start so in 60 seconds") from error
     if done.returncode:
         said = " ".join(" ".join(done.stdout.splitlines()[-3:]).split())
         raise RuntimeError(f"EnvPool's {task} does not run so here: {said or f'exit code {done.returncode}'}")

@@ -22,6 +22,10 @@ import tyro
 from runs import PATIENCE, Run, descendants, finish, flat, start
 
 CASES = {
+    "short": (
+        "ppo_ddp.py",
+        "--num-envs 4 --num-steps 32 --total-timesteps 5120 --checkpoint-every 512 --eval-every 2000 --eval-episodes 3",
+    ),
     "ppo": (
         "ppo_ddp.py",
         "--num-envs 8 --num-steps 32 --total-timesteps 25600 --checkpoint-every 512 --eval-every 5000"
