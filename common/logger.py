@@ -50,7 +50,7 @@ class Logger:
             return
         self.columns, self.eval_envs, self.feed = ("global_step", *columns), eval_envs, world.watchdog.feed
         self.films = args.capture_video
-        self.rows, self.last_line = 0, 0.0
+        self.rows, self.last_line, self.shown = 0, 0.0, 0
         self.started, self.evaluated = time.perf_counter(), 0.0  # when, and seconds of evaluations since
         self.latest: dict[str, float] = {}
         self.learning: tuple[float, float] | None = None  # step and time of the first row that has a loss
@@ -246,9 +246,9 @@ class Logger:
             self.file.truncate(min(length, os.fstat(self.file.fileno()).st_size))
             raise Fault(f"{self.path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
 
-    def _print(self, evaluation: bool) -> None:
+    def _print(self, now_too: bool) -> None:
         terminal, now = sys.stdout.isatty(), time.perf_counter()
-        if not evaluation and now - self.last_line < (0.2 if terminal else 10.0):
+        if not now_too and now - self.last_line < (0.2 if terminal else 10.0):
             return
         step, total = self.latest["global_step"], self.args.total_timesteps
         parts = [f"{step:,} of {total:,} ({step / max(total, 1):.0%})"]
@@ -263,7 +263,7 @@ class Logger:
             parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
         line = "  ".join(parts)
         self.note(f"\r{line:<100}" if terminal else line, end="" if terminal else "\n")
-        self.last_line = now
+        self.last_line, self.shown = now, step
 
     def note(self, text: str, end: str = "\n") -> None:
         """Print one plain line, if the console takes it: a full disk behind it is no reason to stop learning."""
@@ -292,6 +292,8 @@ class Logger:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self.enabled:
             return
+        if kind is None and self.latest.get("global_step", 0) != self.shown:
+            self._print(True)
         if sys.stdout.isatty():
             self.note("")
         for tracker in self.trackers:

@@ -259,6 +259,11 @@ def test_the_default_directory_names_the_run(tmp_path):
     assert re.fullmatch(r"tests\.envs-ShortCartPole-v0__ppo_ddp__1__\d{8}-\d{6}", path.name)
 
 
+def test_the_last_row_is_shown(tmp_path):
+    done = run("ppo_ddp.py", 1, "--num-steps 32 --total-timesteps 384 --eval-every 0", tmp_path / "run")
+    assert done.out.count("384 of 384 (100%)") == 1
+
+
 def test_a_run_ends_at_a_return(tmp_path):
     result = run("ppo_ddp.py", 2, f"{SHORT} --stop-at-return 5", tmp_path / "a")
     assert result.column("global_step")[-1] == 1024 and result.column("eval/episodic_return")[-1] >= 5
