@@ -59,7 +59,7 @@ class Args(RunArgs):
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
-    """images: by their size, or IMPALA's residual network (large: 64 x 64 pixels take eight times as long)"""
+    """images: by their size, or IMPALA's residual network (on a CPU, 64 x 64 pixels take nine times as long)"""
     log_every: Count = 1_000
     """write a row at each multiple of so many transitions (all ranks)"""
     life_loss: bool = True

@@ -60,7 +60,7 @@ class Args(RunArgs):
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
-    """images: by their size, or IMPALA's residual network (large: 64 x 64 pixels take eight times as long)"""
+    """images: by their size, or IMPALA's residual network (on a CPU, 64 x 64 pixels take nine times as long)"""
     compile: bool = False
     """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
     life_loss: bool = True

@@ -183,17 +183,15 @@ def make_envs(
     envs = make_vec(env_id, len(indices), int(seeds[0]), *options)
     named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if json.loads(env_kwargs) else "")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    fault = None
+    fault, ours, first = None, env_id.startswith(("ALE/", "envpool/")), has_channels_first(envs)
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
-        if not env_id.startswith(("ALE/", "envpool/")):  # which cannot be wrapped
+        if not ours:  # which cannot be wrapped
             fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
-    elif has_channels_first(envs) and not env_id.startswith(("ALE/", "envpool/")):
+    elif first and not ours:
         fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
         fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
-    elif (
-        len(obs_space.shape) == 3 and min(obs_space.shape[1:] if has_channels_first(envs) else obs_space.shape[:2]) < 3
-    ):
+    elif len(obs_space.shape) == 3 and min(obs_space.shape[1:] if first else obs_space.shape[:2]) < 3:
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif 0 in (*obs_space.shape, *(action_space.shape or ())):
         fault = f"observation space {obs_space} or action space {action_space} holds no number"
