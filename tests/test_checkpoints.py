@@ -328,7 +328,8 @@ def test_checkpoints_that_cannot_be_written_cost_nothing_else(tmp_path, capfd):
     continued(ppo_ddp, tmp_path / "run", save_model=True)
     said = capfd.readouterr().out
     assert said.count("cannot be written (Not a directory); the run goes on with the checkpoints it has") == 4
-    assert said.splitlines()[-1].endswith("4 checkpoints could not be written (16, 32, 48, ...)")
+    last = said.splitlines()[-2:]  # the last row may come after it
+    assert any(line.endswith("4 checkpoints could not be written (16, 32, 48, ...)") for line in last)
     assert rows(tmp_path / "run") == rows(tmp_path / "calm")
 
 
