@@ -39,6 +39,7 @@ from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
+from common.graphs import graphed
 from common.launch import BadInput, launch
 from common.logger import Logger
 from common.periods import crossed
@@ -322,10 +323,33 @@ def train(
     # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "generator": generator}
 
+    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
+    loss_sums = torch.zeros(len(shards), len(LOSSES), dtype=torch.float64, device=device)
+
+    def update(batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        """A gradient step on each shard's part of a batch (`Batch.tensors`) -> the TD errors (b,) of each."""
+        td_errors = []
+        for shard, (obs, actions, rewards, discounts, next_obs, weights) in enumerate(batches):
+            with torch.no_grad():
+                next_q = q_network(next_obs) if args.double_q else None
+                td_target = compute_td_target(rewards, discounts, target_network(next_obs), next_q)
+            loss, (errors, old_val) = ddp_loss(obs, actions, td_target, weights)
+            optimizer.zero_grad()
+            loss.backward()  # collective
+            loss_sums[shard] += torch.stack([loss.detach(), scale * old_val.sum()])
+            td_errors.append(errors)
+        if args.max_grad_norm < math.inf:
+            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        optimizer.step()
+        return td_errors
+
+    update = graphed(args.cuda_graphs, world, update, optimizer)
+    q_of = graphed(args.cuda_graphs, world, q_network)
+
     def network_q(obs: np.ndarray) -> np.ndarray:
         """Observations -> values of all actions (n, num_actions)."""
         with torch.inference_mode():
-            return q_network(torch.from_numpy(obs).to(device)).cpu().numpy()
+            return q_of(torch.from_numpy(obs).to(device)).cpu().numpy()
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
@@ -333,8 +357,6 @@ def train(
 
     checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
     load_model(args, world, state, checkpoints)  # collective
-    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
-    loss_sums = torch.zeros(len(shards), len(LOSSES), dtype=torch.float64, device=device)
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     num_updates, update_time, row_start = 0, 0.0, time.perf_counter()
 
@@ -369,20 +391,11 @@ def train(
         if global_step > max(args.learning_starts, args.num_envs * args.n_step):  # something can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
-                for shard, data in enumerate(rb.sample(args.batch_size, generator, device, beta)):  # collective
-                    with torch.no_grad():
-                        next_q = q_network(data.next_obs) if args.double_q else None
-                        target_q = target_network(data.next_obs)
-                        td_target = compute_td_target(data.rewards, data.discounts, target_q, next_q)
-                    loss, (td_errors, old_val) = ddp_loss(data.obs, data.actions, td_target, data.weights)
-                    optimizer.zero_grad()
-                    loss.backward()  # collective
+                batches = rb.sample(args.batch_size, generator, device, beta)  # collective
+                errors = update([x.tensors for x in batches])  # collective
+                for batch, td_errors in zip(batches, errors, strict=True):
                     if args.prioritized:
-                        rb.update_priorities(data.indices, td_errors)
-                    loss_sums[shard] += torch.stack([loss.detach(), scale * old_val.sum()])
-                if args.max_grad_norm < math.inf:
-                    nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                optimizer.step()
+                        rb.update_priorities(batch.indices, td_errors)
                 num_updates += 1
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():

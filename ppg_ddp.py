@@ -47,6 +47,7 @@ from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
+from common.graphs import graphed
 from common.launch import BadInput, launch
 from common.logger import Logger
 from common.machine import require_compiler, require_memory
@@ -455,6 +456,26 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     ddp_aux_loss = DDP(aux_loss_fn, **options) if world.wraps else aux_loss_fn  # collective
     average_over_shards(ddp_aux_loss, world)
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
+
+    def stepping(ddp_loss: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Callable:
+        """Returns a gradient step: a learning rate, a minibatch of each shard here -> what the loss gave for each."""
+
+        def step(lr: float | torch.Tensor, minibatches: list[tuple[torch.Tensor, ...]]) -> list:
+            stats = []
+            for minibatch in minibatches:  # gradients are averaged at the last backward
+                loss, mb_stats = ddp_loss(*minibatch)
+                optimizer.zero_grad()
+                loss.backward()  # collective
+                stats.append(mb_stats)
+            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            return stats
+
+        return graphed(args.cuda_graphs, world, step, optimizer)
+
+    update = stepping(ddp_loss, optimizer, parameters)
+    aux_update = stepping(ddp_aux_loss, aux_optimizer, aux_parameters)
     # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}
     state |= {"aux_critic": aux_critic, "aux_optimizer": aux_optimizer}
@@ -479,10 +500,17 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         """Observations as the environment gives them -> what the networks read."""
         return torch.from_numpy(normalized(raw)).to(device)
 
+    def features_pi(obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Observations as the networks read them -> features (n, num_features) and pi (n, .)."""
+        features = agent.trunk(obs)
+        return features, agent.policy(features)
+
+    features_pi = graphed(args.cuda_graphs, world, features_pi)
+
     def network_policy(obs: np.ndarray) -> np.ndarray:
         """Observations as the networks read them -> pi (n, .)."""
         with torch.inference_mode():
-            return agent.policy(agent.trunk(torch.from_numpy(obs).to(device))).cpu().numpy()
+            return features_pi(torch.from_numpy(obs).to(device))[1].cpu().numpy()
 
     def env_actions(sampled: np.ndarray) -> np.ndarray:
         """Sampled actions -> what `step` takes: shifted to the space's start, or cast and clipped to its bounds."""
@@ -512,8 +540,10 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
 
         global_step = iteration * batch_size
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        optimizer.param_groups[0]["lr"] = fraction * args.learning_rate
-        aux_optimizer.param_groups[0]["lr"] = fraction * args.aux_learning_rate
+        learning_rates = fraction * args.learning_rate, fraction * args.aux_learning_rate
+        # a graph would keep numbers; the GPU's Adam takes float32
+        gpu = device.type == "cuda"
+        lr, aux_lr = torch.tensor(learning_rates, dtype=torch.float32, device=device) if gpu else learning_rates
 
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()
@@ -527,9 +557,11 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if image:  # whose features are kept, not computed twice
+                    parts = []
                     for rows in shards:
-                        features[step, rows] = agent.trunk(network_input(next_obs[rows]))
-                    pi = np.concatenate([agent.policy(features[step, rows]).cpu().numpy() for rows in shards])
+                        features[step, rows], part = features_pi(network_input(next_obs[rows]))
+                        parts.append(part.cpu().numpy())
+                    pi = np.concatenate(parts)
                 else:
                     pi = policy(normalized(next_obs))
                 actions[step] = agent.sample(pi, noise[step])
@@ -585,14 +617,11 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         stats = [[] for _ in shards]
         for epoch in range(args.update_epochs):
             for i in range(args.num_minibatches):
-                for k, batch in enumerate(batches):  # the shards': their gradients are averaged at the last backward
-                    mb = mb_inds[k, epoch, i]
-                    loss, mb_stats = ddp_loss(*(x[mb] for x in batch), mb_advantages[k][epoch, i])
-                    optimizer.zero_grad()
-                    loss.backward()  # collective
-                    stats[k].append(mb_stats)
-                nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                optimizer.step()
+                minibatches = []
+                for batch, inds, normalized_advantages in zip(batches, mb_inds, mb_advantages, strict=True):
+                    minibatches.append((*(x[inds[epoch, i]] for x in batch), normalized_advantages[epoch, i]))
+                for part, mb_stats in zip(stats, update(lr, minibatches), strict=True):  # collective
+                    part.append(mb_stats)
             if args.target_kl is not None:
                 epoch_sums = [loss_sums(part[-args.num_minibatches :], args.clip_coef) for part in stats]
                 approx_kl = world.gather_shards([[part["approx_kl"]] for part in epoch_sums]).mean()  # collective
@@ -624,14 +653,12 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
             aux_inds = minibatch_inds(generator, args.aux_epochs, args.num_aux_minibatches, steps, args.num_envs, world)
             for epoch_inds in aux_inds.permute(1, 2, 0, 3):
                 for mb_of_shards in epoch_inds:
-                    for k, mb in enumerate(mb_of_shards):
-                        mb_obs = network_input(store[mb // size, shards[k].start + mb % size])
-                        loss, mb_stats = ddp_aux_loss(mb_obs, *(x[mb.to(device)] for x in aux_batches[k]))
-                        aux_optimizer.zero_grad()
-                        loss.backward()  # collective
-                        aux_stats[k].append(mb_stats)
-                    nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
-                    aux_optimizer.step()
+                    minibatches = []
+                    for mb, rows, batch in zip(mb_of_shards, shards, aux_batches, strict=True):
+                        mb_obs = network_input(store[mb // size, rows.start + mb % size])
+                        minibatches.append((mb_obs, *(x[mb.to(device)] for x in batch)))
+                    for part, mb_stats in zip(aux_stats, aux_update(aux_lr, minibatches), strict=True):
+                        part.append(mb_stats)  # collective
                 world.gather([])  # collective; a boundary
                 if world.stop:
                     break
@@ -650,7 +677,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
             times["time/aux"] = aux_end - update_end
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}
-        row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
+        row |= {"charts/learning_rate": learning_rates[0], "losses/epochs": epoch + 1}
         row |= {f"losses/{name}": total[name] / (len(stats[0]) * world.num_shards) for name in LOSSES}
         if aux_stats[0]:
             row |= {f"losses/{name}": total[name] / (len(aux_stats[0]) * world.num_shards) for name in AUX_LOSSES}

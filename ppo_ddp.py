@@ -39,6 +39,7 @@ from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
+from common.graphs import graphed
 from common.launch import BadInput, launch
 from common.logger import Logger
 from common.machine import require_compiler, require_memory
@@ -387,6 +388,21 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
     average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
+
+    def update(lr: float | torch.Tensor, minibatches: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+        """A gradient step on a minibatch of each shard here -> what the loss gave for each."""
+        stats = []
+        for minibatch in minibatches:  # gradients are averaged at the last backward
+            loss, mb_stats = ddp_loss(*minibatch)
+            optimizer.zero_grad()
+            loss.backward()  # collective
+            stats.append(mb_stats)
+        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        return stats
+
+    update = graphed(args.cuda_graphs, world, update, optimizer)
     # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}
     state |= {"obs_moments": obs_moments, "return_moments": return_moments}
@@ -408,10 +424,17 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         """Observations as the environment gives them -> what the networks read."""
         return torch.from_numpy(normalized(raw)).to(device)
 
+    def features_pi(obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Observations as the networks read them -> features (n, num_features) and pi (n, .)."""
+        features = agent.trunk(obs)
+        return features, agent.policy(features)
+
+    features_pi = graphed(args.cuda_graphs, world, features_pi)
+
     def network_policy(obs: np.ndarray) -> np.ndarray:
         """Observations as the networks read them -> pi (n, .)."""
         with torch.inference_mode():
-            return agent.policy(agent.trunk(torch.from_numpy(obs).to(device))).cpu().numpy()
+            return features_pi(torch.from_numpy(obs).to(device))[1].cpu().numpy()
 
     def env_actions(sampled: np.ndarray) -> np.ndarray:
         """Sampled actions -> what `step` takes: shifted to the space's start, or cast and clipped to its bounds."""
@@ -440,8 +463,9 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
                 return
 
         global_step = iteration * batch_size
-        fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        optimizer.param_groups[0]["lr"] = fraction * args.learning_rate
+        learning_rate = args.learning_rate * (1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0)
+        # a graph would keep a number; the GPU's Adam takes float32
+        lr = learning_rate if device.type == "cpu" else torch.tensor(learning_rate, dtype=torch.float32, device=device)
 
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()
@@ -455,9 +479,11 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if image:  # whose features are kept, not computed twice
+                    parts = []
                     for rows in shards:
-                        features[step, rows] = agent.trunk(network_input(next_obs[rows]))
-                    pi = np.concatenate([agent.policy(features[step, rows]).cpu().numpy() for rows in shards])
+                        features[step, rows], part = features_pi(network_input(next_obs[rows]))
+                        parts.append(part.cpu().numpy())
+                    pi = np.concatenate(parts)
                 else:
                     pi = policy(normalized(next_obs))
                 actions[step] = agent.sample(pi, noise[step])
@@ -513,14 +539,11 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         stats = [[] for _ in shards]
         for epoch in range(args.update_epochs):
             for i in range(args.num_minibatches):
-                for k, batch in enumerate(batches):  # the shards': their gradients are averaged at the last backward
-                    mb = mb_inds[k, epoch, i]
-                    loss, mb_stats = ddp_loss(*(x[mb] for x in batch), mb_advantages[k][epoch, i])
-                    optimizer.zero_grad()
-                    loss.backward()  # collective
-                    stats[k].append(mb_stats)
-                nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                optimizer.step()
+                minibatches = []
+                for batch, inds, normalized_advantages in zip(batches, mb_inds, mb_advantages, strict=True):
+                    minibatches.append((*(x[inds[epoch, i]] for x in batch), normalized_advantages[epoch, i]))
+                for part, mb_stats in zip(stats, update(lr, minibatches), strict=True):  # collective
+                    part.append(mb_stats)
             if args.target_kl is not None:
                 epoch_sums = [loss_sums(part[-args.num_minibatches :], args.clip_coef) for part in stats]
                 approx_kl = world.gather_shards([[part["approx_kl"]] for part in epoch_sums]).mean()  # collective
@@ -539,7 +562,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}
-        row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
+        row |= {"charts/learning_rate": learning_rate, "losses/epochs": epoch + 1}
         row |= {f"losses/{name}": total[name] / (len(stats[0]) * world.num_shards) for name in LOSSES}
         residual_var, target_var = (total[f"{x}^2"] - total[x] ** 2 / batch_size for x in ("residual", "target"))
         if target_var > 0:

@@ -40,6 +40,7 @@ from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
+from common.graphs import graphed
 from common.launch import BadInput, Fault, launch
 from common.logger import Logger
 from common.periods import crossed
@@ -319,6 +320,38 @@ def train(
     state = {"actor": actor, "critics": critics, "critics_target": critics_target, "log_alpha": log_alpha}
     state |= {"q_optimizer": q_optimizer, "actor_optimizer": actor_optimizer, "generator": generator}
 
+    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
+    critic_sums = torch.zeros(len(shards), len(CRITIC_LOSSES), dtype=torch.float64, device=device)
+    actor_sums = torch.zeros(len(shards), len(ACTOR_LOSSES), dtype=torch.float64, device=device)
+
+    def critic_update(batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        """A gradient step on each shard's part of a batch (`Batch.tensors`) with noise -> their TD errors (b,)."""
+        td_errors, alpha = [], log_alpha.detach().exp()
+        for shard, (obs, actions, rewards, discounts, next_obs, weights, noise) in enumerate(batches):
+            with torch.no_grad():
+                next_actions, next_logprob = actor(next_obs, noise)
+                min_qf_next = torch.minimum(*critics_target(next_obs, next_actions))
+                td_target = compute_td_target(rewards, discounts, min_qf_next, next_logprob, alpha)
+            loss, (qf_losses, errors, qf) = ddp_critic_loss(obs, actions, td_target, weights)
+            q_optimizer.zero_grad()
+            loss.backward()  # collective
+            critic_sums[shard] += torch.cat([qf_losses, scale * qf.sum(1)])
+            td_errors.append(errors)
+        q_optimizer.step()
+        return td_errors
+
+    def actor_update(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """A gradient step of actor and temperature on each shard's observations and noise."""
+        for shard, (obs, noise) in enumerate(batches):
+            loss, parts = ddp_actor_loss(obs, noise)
+            actor_optimizer.zero_grad()
+            loss.backward()  # collective
+            actor_sums[shard] += torch.stack(parts)
+        actor_optimizer.step()
+
+    critic_update = graphed(args.cuda_graphs, world, critic_update, q_optimizer)
+    actor_update = graphed(args.cuda_graphs, world, actor_update, actor_optimizer)
+
     def as_taken(actions: np.ndarray) -> np.ndarray:
         """Actions (n, d) as the environments take them."""
         cast = actions.reshape(-1, *action_space.shape).astype(action_space.dtype)
@@ -336,9 +369,6 @@ def train(
     checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
     load_model(args, world, state, checkpoints)  # collective
     ones = np.ones((envs.num_envs, d), torch.empty(0).numpy().dtype)
-    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
-    critic_sums = torch.zeros(len(shards), len(CRITIC_LOSSES), dtype=torch.float64, device=device)
-    actor_sums = torch.zeros(len(shards), len(ACTOR_LOSSES), dtype=torch.float64, device=device)
     logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
     critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
 
@@ -373,29 +403,16 @@ def train(
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
                 batches = rb.sample(args.batch_size, generator, device, beta)  # collective
-                noise, alpha = torch.randn(args.batch_size, d, generator=generator), log_alpha.detach().exp()
-                for shard, data in enumerate(batches):
-                    with torch.no_grad():
-                        next_actions, next_logprob = actor(data.next_obs, noise[data.places].to(device))
-                        min_qf_next = torch.minimum(*critics_target(data.next_obs, next_actions))
-                        td_target = compute_td_target(data.rewards, data.discounts, min_qf_next, next_logprob, alpha)
-                    loss, (qf_losses, td_errors, qf) = ddp_critic_loss(data.obs, data.actions, td_target, data.weights)
-                    q_optimizer.zero_grad()
-                    loss.backward()  # collective
+                noise = torch.randn(args.batch_size, d, generator=generator)
+                errors = critic_update([(*x.tensors, noise[x.places].to(device)) for x in batches])  # collective
+                for batch, td_errors in zip(batches, errors, strict=True):
                     if args.prioritized:
-                        rb.update_priorities(data.indices, td_errors)
-                    critic_sums[shard] += torch.cat([qf_losses, scale * qf.sum(1)])
-                q_optimizer.step()
+                        rb.update_priorities(batch.indices, td_errors)
                 critic_updates += 1
                 if k % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # makes up for the delay
                         noise = torch.randn(args.batch_size, d, generator=generator)
-                        for shard, data in enumerate(batches):
-                            loss, parts = ddp_actor_loss(data.obs, noise[data.places].to(device))
-                            actor_optimizer.zero_grad()
-                            loss.backward()  # collective
-                            actor_sums[shard] += torch.stack(parts)
-                        actor_optimizer.step()
+                        actor_update([(x.obs, noise[x.places].to(device)) for x in batches])  # collective
                         actor_updates += 1
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():

@@ -45,12 +45,12 @@ DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-
 PROCGEN = "--network impala --total-timesteps 100000000 --eval-every 5000000 --checkpoint-every 8388608"
 PROCGEN += " --num-envs 256 --num-steps 256 --num-minibatches 8 --learning-rate 5e-4 --no-anneal-lr --adam-eps 1e-8"
 PROCGEN += " --gamma 0.999 --norm-adv batch --no-clip-vloss --vf-coef 1 --max-grad-norm inf --eval-episodes 100"
-# the same for a CPU: the easy levels, small batches, the network by size, and a hundredth of the transitions
-EASY = "--total-timesteps 1000000 --eval-every 50000 --checkpoint-every 65536 --num-envs 32 --num-steps 64"
-EASY += " --num-minibatches 8 --learning-rate 5e-4 --no-anneal-lr --adam-eps 1e-8 --gamma 0.999 --norm-adv batch"
-EASY += " --no-clip-vloss --vf-coef 1 --num-threads 1"
+# for a CPU: 200 easy levels, small batches, the network by size, half a hundredth of the transitions
+EASY = "--env-kwargs '{\"num_levels\": 200}' --total-timesteps 500000 --eval-every 50000 --eval-episodes 50"
+EASY += " --checkpoint-every 32768 --num-envs 64 --num-steps 64 --num-minibatches 8 --learning-rate 5e-4 --gamma 0.999"
+EASY += " --no-clip-vloss --num-threads 1"
 PPO_EASY = f"{EASY} --update-epochs 3"
-PPG_EASY = f"{EASY} --update-epochs 1 --n-pi 16 --aux-epochs 6 --num-aux-minibatches 64"
+PPG_EASY = f"{EASY} --update-epochs 1 --n-pi 8 --aux-epochs 6 --num-aux-minibatches 32"
 PPO_PROCGEN = f"{PROCGEN} --update-epochs 3"
 PPG_PROCGEN = f"{PROCGEN} --update-epochs 1 --n-pi 32 --aux-epochs 6 --num-aux-minibatches 512"
 
@@ -133,8 +133,7 @@ SUITES = {
         for script, flags in (("ppo_ddp.py", PPO_PROCGEN), ("ppg_ddp.py", PPG_PROCGEN))
     ],
     "procgen-easy": [
-        work(script, f"envpool/{game}Easy-v0", flags, {1: (1, 2)})
-        for game in ("Starpilot", "Coinrun")
+        work(script, "envpool/CoinrunEasy-v0", flags, {1: (1, 2)})
         for script, flags in (("ppo_ddp.py", PPO_EASY), ("ppg_ddp.py", PPG_EASY))
     ],
 }

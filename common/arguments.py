@@ -14,7 +14,7 @@ from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
 # flags that a run may change on its way: they change no number and no row (--cuda: roundings, of which it is told)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "cuda", "save_model", "timeout"}
 FREE |= {"capture_video", "tensorboard"}
-FREE |= {"check_sync_every"}
+FREE |= {"check_sync_every", "cuda_graphs"}
 EXPERIMENT = {"seed", "shards", "checkpoint_every", "load_model"}  # of those in RunArgs, what numbers depend on
 
 
@@ -45,6 +45,8 @@ class RunArgs:
     """write the same rows for `tensorboard --logdir runs` (needs tensorboard)"""
     cuda: bool = True
     """use GPUs where there are any"""
+    cuda_graphs: bool = False
+    """GPU: launch the kernels of an update together, from its 12th on: the same numbers, sooner for small networks"""
     num_threads: Threads = 0
     """threads per rank, of Atari, EnvPool and torch; 0: the cores divided by the local ranks (torch on vectors: one)"""
     vectorization: Literal["sync", "async"] = "sync"

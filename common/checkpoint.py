@@ -274,9 +274,11 @@ def state_of(value: Any) -> Any:
 
 
 def on_cpu(tree: Any) -> Any:
-    """A nest of dicts with its tensors on the CPU."""
+    """A nest of dicts, lists and tuples with its tensors on the CPU."""
     if isinstance(tree, Mapping):
         return {name: on_cpu(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(on_cpu, tree))
     return tree.cpu() if isinstance(tree, torch.Tensor) else tree
 
 

@@ -132,6 +132,8 @@ class World:
         )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # graphs are not recorded on the default stream, and what DDP does stays on the stream that it is made on
+            torch.cuda.set_stream(torch.cuda.Stream())
             torch.backends.cudnn.deterministic = True
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:

@@ -37,6 +37,11 @@ class Batch:
     discounts: torch.Tensor  # (b,) gamma^steps, 0 after a termination: the factor of the bootstrapped value
     next_obs: torch.Tensor  # (b, *shape) what followed those steps
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a loss is computed of."""
+        return self.obs, self.actions, self.rewards, self.discounts, self.next_obs, self.weights
+
 
 class ReplayBuffer:
     """Sizes are global. Observations are stored once, as they are, and handed out as the space has them.

@@ -1,0 +1,82 @@
+"""CUDA graphs: an update, or a look at the observations, whose kernels are launched together and not one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from common.distributed import World
+from common.launch import BadInput
+
+WARMUP = 11  # calls before anything is recorded: so many DDP needs (PyTorch's notes on CUDA graphs)
+MOST = 64  # recordings kept of one function
+
+
+def graphed(wanted: bool, world: World, function: Callable, *optimizers: torch.optim.Optimizer) -> Callable:
+    """`function` itself, or, if `wanted`, recorded with the steps of its `optimizers`.
+
+    Raises `BadInput` (--cuda-graphs) where there is no GPU for each process.
+    """
+    if not wanted:
+        return function
+    if not world.nccl:
+        raise BadInput("--cuda-graphs: needs a GPU for each process; leave it off (--no-cuda-graphs).")
+    return Graphed(function, *optimizers)
+
+
+class Graphed:
+    """A function of nests of CUDA tensors that is recorded, for each set of shapes that returns, and then replayed.
+
+    Launching a kernel takes the processor longer than a small network's arithmetic takes the GPU; a graph is launched
+    as one. What the function reads besides its arguments is read where it was when recorded, so parameters may change
+    only in place, and Python's numbers stay as they were. Results are copies. The arithmetic is the same.
+    """
+
+    def __init__(self, function: Callable, *optimizers: torch.optim.Optimizer) -> None:
+        self.function, self.optimizers = function, optimizers
+        self.calls, self.recordings = Counter(), {}  # by shapes
+
+    def __call__(self, *inputs: Any) -> Any:
+        shapes = tuple(x.shape for x in leaves(inputs))
+        self.calls[shapes] += 1
+        new = shapes not in self.recordings
+        # what shapes need is loaded in their first call, which may not be while it is recorded
+        early = self.calls.total() <= WARMUP or self.calls[shapes] == 1
+        if new and (early or len(self.recordings) == MOST):
+            return self.function(*inputs)
+        if new:
+            self.recordings[shapes] = self._record(inputs)
+        graph, own, outputs = self.recordings[shapes]
+        torch._foreach_copy_(list(leaves(own)), list(leaves(inputs)))
+        graph.replay()
+        return None if outputs is None else copies(outputs)
+
+    def _record(self, inputs: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
+        """The graph, and where it reads its inputs and leaves its outputs."""
+        graph, own = torch.cuda.CUDAGraph(), copies(inputs)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group in groups:  # asked for while recording, and else warned of
+            group["capturable"] = True
+        # on the stream of all else, where DDP's hooks run too; NCCL's own thread may ask after earlier work meanwhile
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            outputs = self.function(*own)
+        for group in groups:
+            group["capturable"] = False
+        return graph, own, outputs
+
+
+def leaves(nest: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists and tuples."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    else:
+        for part in nest:
+            yield from leaves(part)
+
+
+def copies(nest: Any) -> Any:
+    """The same nest of copied tensors, in the same layouts."""
+    return nest.clone() if isinstance(nest, torch.Tensor) else type(nest)(map(copies, nest))
