@@ -2,8 +2,12 @@
 
     python -m benchmark.speed                 # all rows
     python -m benchmark.speed --rows 1 7 --repetitions 5
+    python -m benchmark.speed --rows 12 13 14 15 16 17    # on a GPU
 
 The first run installs the peer into benchmark/.peer (this alone needs the internet); rows 10 and 11 need EnvPool.
+Rows 12 to 17 run CleanRL's and LeanRL's files as they stand (see benchmark/peer_file.py), from clones in
+benchmark/.peers, and need envpool==1.2.5, tensordict==0.7.2, torchrl==0.7.2 and tqdm; row 15 also stable-baselines3 and
+opencv-python-headless.
 Steps per second are those of the steady state: the first eighth of a run is left out. Nothing else should run on the
 machine meanwhile.
 """
@@ -28,6 +32,8 @@ import tyro
 
 ROOT = Path(__file__).parent.parent
 PEER = ROOT / "benchmark" / ".peer"
+PEERS = ROOT / "benchmark" / ".peers"
+GPU = (12, 13, 14, 15, 16, 17)
 BREAKOUT = "--env-id ALE/Breakout-v5 --clip-coef 0.1 --no-norm-reward --num-envs"
 HOPPER = "--env-id Hopper-v5 --num-envs 1 --total-timesteps 2400 --learning-starts 200 --log-every 100"
 QUIET = "--eval-every 0 --check-sync-every 0"
@@ -35,8 +41,8 @@ QUIET = "--eval-every 0 --check-sync-every 0"
 
 @dataclass
 class Args:
-    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
-    """which rows of the table"""
+    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], ...] = tuple(range(1, 12))
+    """which rows of the table; from 12 on they are of a GPU"""
     repetitions: int = 3
     """interleaved repetitions of each work"""
 
@@ -62,9 +68,24 @@ def install_peer() -> None:
         (PEER / "installed").touch()
 
 
-def timed(command: list[str], threads: int) -> tuple[str, float, float]:
+def fetch_peers() -> None:
+    """CleanRL's newest files and those of one commit of LeanRL, unless they are there."""
+    for name, commit in (
+        ("vwxyzjn/cleanrl", "HEAD"),
+        ("pytorch-labs/LeanRL", "20bfe6794aa488e896ae51588164ac5b4d865a9f"),
+    ):
+        folder = PEERS / name.split("/")[1]
+        if not folder.exists():
+            subprocess.run(["git", "clone", "--quiet", f"https://github.com/{name}", folder], check=True)
+            subprocess.run(["git", "-C", folder, "checkout", "--quiet", commit], check=True)
+
+
+def timed(command: list[str], threads: int, gpu: bool = False) -> tuple[str, float, float]:
     """Run to the end -> output, peak memory (MB) of the largest process, seconds."""
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+    if not gpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
@@ -77,12 +98,12 @@ def timed(command: list[str], threads: int) -> tuple[str, float, float]:
     return output, usage.ru_maxrss / 1024, wall
 
 
-def ours(script: str, flags: str, processes: int = 1, threads: int = 1) -> Measure:
+def ours(script: str, flags: str, processes: int = 1, threads: int = 1, gpu: bool = False) -> Measure:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     launch = launch if processes > 1 else [sys.executable]
     with tempfile.TemporaryDirectory() as folder:
         words = f"{flags} {QUIET} --num-threads {threads} --run-dir {folder}/run".split()
-        _, memory, wall = timed([*launch, str(ROOT / script), *words], threads)
+        _, memory, wall = timed([*launch, str(ROOT / script), *words], threads, gpu)
         with open(f"{folder}/run/metrics.csv", newline="") as file:
             rows = [(int(row["global_step"]), float(row["time/wall"])) for row in csv.DictReader(file)]
     (s0, t0), (s1, t1) = rows[max(1, len(rows) // 8)], rows[-1]
@@ -116,6 +137,40 @@ def pools(env_id: str, num_envs: int, steps: int) -> dict[str, Callable[[], Meas
         for name, prefix in (("gymnasium", ""), ("EnvPool", "envpool/"))
     }
 
+
+def theirs(script: str, flags: str) -> Measure:
+    """A file of CleanRL or LeanRL, on the GPU."""
+    command = [sys.executable, "-m", "benchmark.peer_file", str(PEERS / script), *flags.split()]
+    output, memory, wall = timed(command, CORES, gpu=True)
+    return Measure(float(output.split("sps ")[-1].split()[0]), memory, wall)
+
+
+def on_gpu(script: str, flags: str, ways: tuple[str, ...] = ("", "--cuda-graphs")) -> dict[str, Callable[[], Measure]]:
+    """A script of ours, with each of some further flags."""
+    threads = {way: 1 if way == "--no-cuda" else CORES for way in ways}
+    return {f"ours {way}".strip(): partial(ours, script, f"{flags} {way}", 1, threads[way], True) for way in ways}
+
+
+def atari(num_envs: int, iterations: int) -> dict[str, Callable[[], Measure]]:
+    """PPO on Breakout through EnvPool, ours through ALE too; CleanRL takes a sixth of the iterations."""
+    flags, size = f"--num-envs {num_envs} --total-timesteps", num_envs * 128
+    fast, both = f"{flags} {iterations * size}", ("--cuda-graphs", "--cuda-graphs --compile")
+    game = "--clip-coef 0.1 --no-norm-reward --env-id"
+    through_ale = on_gpu("ppo_ddp.py", f"{fast} {game} ALE/Breakout-v5", ("", *both))
+    return {
+        "CleanRL": partial(theirs, "LeanRL/leanrl/ppo_atari_envpool.py", f"{flags} {iterations // 6 * size}"),
+        "LeanRL": partial(theirs, "LeanRL/leanrl/ppo_atari_envpool_torchcompile.py", f"{fast} {FAST}"),
+        **on_gpu("ppo_ddp.py", f"{fast} {game} envpool/Breakout-v5", ("", *both)),
+        **{f"{name}, ALE": work for name, work in through_ale.items()},
+    }
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+FAST = "--compile --cudagraphs"
+CHEETAH = "--env-id HalfCheetah-v5 --learning-starts 1000 --total-timesteps"
+DQN = "--learning-starts 1000 --num-envs 1 --total-timesteps"
+DQN_BREAKOUT = "--buffer-size 20000 --batch-size 32 --train-frequency 4 --target-network-frequency 1000"
+DQN_BREAKOUT += " --learning-rate 1e-4 --end-e 0.01 --exploration-fraction 0.1"
 
 CARTPOLE = "--total-timesteps 100000 --no-norm-reward"
 WORKS = {
@@ -154,7 +209,32 @@ WORKS = {
     7: {"peer": peer_start, "ours": our_start},
     10: pools("CartPole-v1", 8, 100_000) | pools("CartPole-v1", 64, 400_000),
     11: pools("HalfCheetah-v5", 8, 40_000) | pools("HalfCheetah-v5", 64, 160_000),
+    12: atari(8, 240),
+    13: atari(64, 120),
+    14: {
+        "CleanRL": partial(theirs, "cleanrl/cleanrl/ppo.py", "--total-timesteps 60000"),
+        **on_gpu("ppo_ddp.py", CARTPOLE, ("", "--cuda-graphs", "--cuda-graphs --compile", "--no-cuda")),
+    },
+    15: {
+        "CleanRL": partial(
+            theirs, "cleanrl/cleanrl/dqn_atari.py", f"{DQN} 12000 {DQN_BREAKOUT} --env-id BreakoutNoFrameskip-v4"
+        ),
+        **on_gpu("dqn_ddp.py", f"{DQN} 24000 {DQN_BREAKOUT} --log-every 1000 --env-id ALE/Breakout-v5"),
+    },
+    16: {
+        "CleanRL": partial(theirs, "LeanRL/leanrl/dqn.py", f"{DQN} 40000"),
+        "LeanRL": partial(theirs, "LeanRL/leanrl/dqn_torchcompile.py", f"{DQN} 80000 {FAST}"),
+        **on_gpu(
+            "dqn_ddp.py", f"{DQN} 80000 --train-frequency 10 --log-every 1000", ("", "--cuda-graphs", "--no-cuda")
+        ),
+    },
+    17: {
+        "CleanRL": partial(theirs, "LeanRL/leanrl/sac_continuous_action.py", f"{CHEETAH} 5000"),
+        "LeanRL": partial(theirs, "LeanRL/leanrl/sac_continuous_action_torchcompile.py", f"{CHEETAH} 20000 {FAST}"),
+        **on_gpu("sac_ddp.py", f"{CHEETAH} 20000 --num-envs 1 --log-every 500"),
+    },
 }
+GOALS = {"CleanRL": "better 3", "LeanRL": "better 1"}
 RATIOS = {
     1: [("ours", "peer", "at least 2.0, better 2.7"), ("ours, --compile", "peer", "better 2.7")],
     2: [
@@ -169,6 +249,7 @@ RATIOS = {
         [(f"{n} envs, EnvPool t{t}", f"{n} envs, gymnasium t{t}", "no goal") for n in (8, 64) for t in (1, 2)],
     ),
     6: [("ours t1", "peer t1", "at least 1.1, better 1.6"), ("ours t2", "peer t2", "at least 1.15, better 1.6")],
+    **{row: [("ours --cuda-graphs", name, goal) for name, goal in GOALS.items() if name in WORKS[row]] for row in GPU},
 }
 NAMES = {
     1: "PPO CartPole",
@@ -180,6 +261,12 @@ NAMES = {
     7: "start-up, memory",
     10: "PPO CartPole through EnvPool",
     11: "PPO HalfCheetah through EnvPool",
+    12: "PPO Breakout, GPU, 8 environments",
+    13: "PPO Breakout, GPU, 64 environments",
+    14: "PPO CartPole, GPU",
+    15: "DQN Breakout, GPU",
+    16: "DQN CartPole, GPU",
+    17: "SAC HalfCheetah, GPU",
 }
 
 
@@ -227,6 +314,8 @@ def main(args: Args) -> None:
         sys.exit("error: --rows: 10 and 11 need EnvPool: pip install envpool==1.2.5")
     if set(args.rows) & {1, 3, 5, 6, 7}:
         install_peer()
+    if set(args.rows) & set(GPU):
+        fetch_peers()
     for row in args.rows:
         if row in (8, 9):
             replay_memory() if row == 8 else replay_latency(args.repetitions)

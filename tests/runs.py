@@ -56,7 +56,8 @@ def command(script: str, world_size: int, flags: str, launched: bool = False) ->
 def start(
     script: str, world_size: int, flags: str, launched: bool = False, cwd: Path | None = None, **env: str
 ) -> subprocess.Popen:
-    base = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
+    base = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    base["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # tests marked gpu have one
     return subprocess.Popen(
         command(script, world_size, flags, launched),
         env={k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP")} | base | env,

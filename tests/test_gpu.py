@@ -1,0 +1,166 @@
+"""What is done on a GPU: `pytest -m gpu -n 4`, on a machine with one. Two ranks share it, so gloo carries gradients.
+
+Ranks with a card each (NCCL between them) need a machine with several, and are not tried here.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+import pytest
+import torch
+
+import dqn_ddp
+import ppg_ddp
+import ppo_ddp
+import sac_ddp
+from common.logger import Logger
+from runs import Run, assert_close, descendants, finish, flat, start, wait_until
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PPO = "--num-envs 8 --num-steps 32 --total-timesteps 2560 --eval-every 1280 --eval-episodes 4"
+PPG = f"{PPO} --n-pi 5 --aux-epochs 2 --num-aux-minibatches 4"
+REPLAY = (
+    "--num-envs 4 --total-timesteps 800 --learning-starts 400 --batch-size 32 --buffer-size 600 --train-frequency 4"
+)
+REPLAY += " --train-frequency 4 --log-every 200 --eval-every 400 --eval-episodes 4"
+MINATAR, PONG = "--env-id MinAtar/Breakout-v1", "--env-id ALE/Pong-v5 --eval-every 0"
+CASES = {
+    "ppo": ("ppo_ddp.py", PPO),
+    "ppo box": ("ppo_ddp.py", f"{PPO} --env-id Pendulum-v1 --norm-obs --target-kl 0.02"),
+    "ppo minatar": ("ppo_ddp.py", f"{PPO} {MINATAR}"),
+    "ppo minatar impala": ("ppo_ddp.py", f"{PPO} {MINATAR} --network impala"),
+    "ppo pong": ("ppo_ddp.py", f"{PPO} {PONG} --total-timesteps 1280"),
+    "ppg": ("ppg_ddp.py", PPG),
+    "ppg minatar": ("ppg_ddp.py", f"{PPG} {MINATAR}"),
+    "dqn": ("dqn_ddp.py", f"{REPLAY} --double-q --dueling --max-grad-norm 10"),
+    "dqn pong": ("dqn_ddp.py", f"{REPLAY} {PONG} --prioritized"),
+    "sac": ("sac_ddp.py", f"{REPLAY} --env-id Pendulum-v1"),
+    "sac prioritized": ("sac_ddp.py", f"{REPLAY} --env-id Pendulum-v1 --prioritized --no-autotune"),
+}
+KEPT = "--checkpoint-every 256 --shards 2"
+LONG = "--total-timesteps 100000000 --num-steps 16 --num-envs 8 --eval-every 0"
+
+
+def begun(script, size, flags, run_dir, dtype="float32", **env):
+    return start(script, size, f"{flags} --timeout 200 --run-dir {run_dir}", True, LOCKSTEP_DTYPE=dtype, **env)
+
+
+def run(script, size, flags, run_dir, dtype="float32", code=0, **env) -> Run:
+    ended = finish(begun(script, size, f"{flags} --save-model", run_dir, dtype, **env), run_dir)
+    assert ended.code == code, ended.err
+    if code == 0:
+        device = json.loads((run_dir / "config.json").read_text())["device"]
+        assert device.startswith(torch.cuda.get_device_name()) == ("--no-cuda" not in flags.split())
+    return ended
+
+
+def assert_same_bytes(one: Run, *others: Run) -> None:
+    for other in others:
+        assert other.rows == one.rows and len(one.rows) >= 2
+        tensors = [dict(flat(x.model)) for x in (one, other)]
+        assert tensors[0].keys() == tensors[1].keys() and tensors[0]
+        for name, x in tensors[0].items():
+            assert x.device.type == "cpu" and x.equal(tensors[1][name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_repeats_and_graphs_change_nothing(case, tmp_path):
+    """The same bytes twice, with --cuda-graphs, and with the two parts of a batch that --shards 2 makes."""
+    script, flags = CASES[case]
+    again, graphs = tmp_path / "again", tmp_path / "graphs"
+    one = run(script, 1, flags, tmp_path / "one")
+    assert_same_bytes(one, run(script, 1, flags, again), run(script, 1, f"{flags} --cuda-graphs", graphs))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_give_the_same_bytes_on_one_rank_and_on_two(case, tmp_path):
+    script, flags = CASES[case]
+    flags = f"{flags} --shards 2"
+    one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
+    assert_same_bytes(one, two, run(script, 1, f"{flags} --cuda-graphs", tmp_path / "graphs"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_rank_and_two_agree(case, tmp_path):
+    """In float64, within 1e-9; and with the CPU's run within 1e-6, since its convolutions and sums round otherwise."""
+    script, flags = CASES[case]
+    one, two = (run(script, size, flags, tmp_path / str(size), "float64") for size in (1, 2))
+    assert_close(one, two)
+    assert_close(one, run(script, 1, f"{flags} --no-cuda", tmp_path / "cpu", "float64"), 1e-6, 1e-8)
+
+
+@pytest.mark.parametrize("graphs", ["", " --cuda-graphs"])
+@pytest.mark.parametrize("case", ["ppo box", "ppo pong", "ppg"])
+def test_compiled_losses_give_the_same_numbers(case, graphs, tmp_path):
+    script, flags = CASES[case]
+    plain = run(script, 1, flags, tmp_path / "plain", "float64")
+    assert_close(plain, run(script, 1, f"{flags} --compile{graphs}", tmp_path / "compiled", "float64"), 1e-7, 1e-9)
+
+
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "dqn_ddp.py"])
+def test_ranks_that_share_a_card_have_no_graphs(script, tmp_path):
+    ended = run(script, 2, "--cuda-graphs", tmp_path / "run", code=1)
+    assert "--cuda-graphs: needs a GPU for each process" in ended.err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac prioritized"])
+def test_a_killed_run_goes_on(case, tmp_path):
+    """On the GPU in the bytes of one that was not killed; there and back, on the CPU, to an end."""
+    script, flags = CASES[case]
+    flags = f"{flags} {KEPT} --n-pi 1" if case == "ppg" else f"{flags} {KEPT}"
+    whole = run(script, 1, flags, tmp_path / "whole")
+    flags += " --resume"
+    kill = {"LOCKSTEP_FAULT": "kill@0@9" if script.startswith("pp") else "kill@0@5"}
+    for folder, ways in {"gpu": ("", ""), "to cpu": ("", " --no-cuda"), "to gpu": (" --no-cuda", "")}.items():
+        where = tmp_path / folder.replace(" ", "-")
+        run(script, 1, flags + ways[0], where, code=-signal.SIGKILL, **kill)
+        assert list((where / "checkpoints").glob("*/manifest.json")), "it was killed before its first checkpoint"
+        ended = finish(begun(script, 1, f"{flags} --save-model{ways[1]}", where), where)
+        assert ended.code == 0 and (where / "finished").exists(), ended.err
+        assert ("no longer the same bytes" in ended.out) == (folder != "gpu"), ended.out
+        if folder == "gpu":
+            assert_same_bytes(whole, ended)
+        else:
+            assert len(ended.rows) == len(whole.rows)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("fault, code", [(None, 130), ("raise", 1), ("kill", None)])
+def test_a_run_ends_well(size, fault, code, tmp_path):
+    """Ctrl-C, a fault and the loss of a rank: no process is left, and each row is whole."""
+    env = {} if fault is None else {"LOCKSTEP_FAULT": f"{fault}@{size - 1}@60"}
+    process = begun("ppo_ddp.py", size, LONG, tmp_path / "run", **env)
+    path = tmp_path / "run" / "metrics.csv"
+    wait_until(lambda: path.exists() and path.read_text().count("\n") > 3, process)
+    family = descendants(process)
+    if fault is None:
+        process.send_signal(signal.SIGINT)
+    ended = finish(process, tmp_path / "run", timeout=120)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, f"left: {alive}"
+    expected = code if code is not None else (-signal.SIGKILL if size == 1 else 1)
+    assert ended.code == expected if size == 1 else ended.code != 0, ended.err
+    lines = path.read_text().splitlines()
+    assert len({line.count(",") for line in lines}) == 1 and len(lines) > 3
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp, sac_ddp])
+def test_memory_does_not_grow(module, graphs, tmp_path, monkeypatch):
+    """The GPU's, from the second fifth of a run on, as a row is written."""
+    held = []
+    log = Logger.log
+    monkeypatch.setattr(Logger, "log", lambda *args: (held.append(torch.cuda.memory_allocated()), log(*args))[1])
+    sizes = {"num_envs": 8, "num_steps": 16, "total_timesteps": 128 * 100, "eval_every": 0}
+    if module is ppg_ddp:
+        sizes |= {"n_pi": 2, "aux_epochs": 2, "num_aux_minibatches": 4}
+    if module in (dqn_ddp, sac_ddp):
+        sizes = {"total_timesteps": 3000, "learning_starts": 200, "log_every": 100, "eval_every": 0, "batch_size": 64}
+    env_id = "Pendulum-v1" if module is sac_ddp else "CartPole-v1"
+    module.main(module.Args(env_id=env_id, cuda_graphs=graphs, run_dir=str(tmp_path / "run"), **sizes))
+    later = held[len(held) // 5 :]
+    assert len(later) > 10 and max(later) - min(later[:3]) < 2**20, held
