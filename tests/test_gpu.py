@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on(case, tmp_path):
     flags = f"{flags} {KEPT} --n-pi 1" if case == "ppg" else f"{flags} {KEPT}"
     whole = run(script, 1, flags, tmp_path / "whole")
     flags += " --resume"
-    kill = {"LOCKSTEP_FAULT": "kill@0@9" if script.startswith("pp") else "kill@0@5"}
+    kill = {"LOCKSTEP_FAULT": "write@0@4" if script.startswith("pp") else "write@0@7"}  # in its second checkpoint
     for folder, ways in {"gpu": ("", ""), "to cpu": ("", " --no-cuda"), "to gpu": (" --no-cuda", "")}.items():
         where = tmp_path / folder.replace(" ", "-")
         run(script, 1, flags + ways[0], where, code=-signal.SIGKILL, **kill)
