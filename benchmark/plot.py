@@ -6,7 +6,7 @@
 Reads `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and, where it is named, the README's table.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
 (arXiv:2108.13264); of two seeds that is no more than their range. A final return is the mean of a run's last three
-evaluations.
+evaluations. Procgen's are of training episodes, as its paper has them: means over tenths of a run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Args:
 
 @dataclass
 class Curve:
-    """Evaluations of the k seeds of one work, at one world size or at several that gave the same bytes."""
+    """Evaluations, or tenths of training, of the k seeds of one work, at one world size or several of equal bytes."""
 
     steps: np.ndarray  # (t,)
     returns: np.ndarray  # (k, t)
@@ -67,6 +67,7 @@ class Curve:
     rows: list[list[dict]]  # as recorded, of each run
     seeds: list[int]
     world_sizes: tuple[int, ...]
+    training: bool = False
 
     @property
     def final(self) -> np.ndarray:
@@ -101,7 +102,9 @@ def load(suite: Suite, results: Path) -> dict[tuple[str, str, int], Curve]:
                 rows = list(csv.DictReader(file))
             kept = [row for row in rows if row["eval/episodic_return"]]
             cells = [[float(row[c]) for c in ("global_step", "eval/episodic_return", "time/wall")] for row in kept]
-            if kept and kept[0]["global_step"] != "0" and run.name in starts:
+            if run.training:
+                cells = tenths(rows)
+            elif kept and kept[0]["global_step"] != "0" and run.name in starts:
                 cells.insert(0, [0.0, starts[run.name], 0.0])
             tables.append(cells)
             all_rows.append(rows)
@@ -110,13 +113,28 @@ def load(suite: Suite, results: Path) -> dict[tuple[str, str, int], Curve]:
             raise BadInput(f"{key[0]}, {key[1]}: its seeds were not evaluated at the same steps, or never")
         table = np.array(tables)  # (k, t, 3)
         seeds = [run.seed for run in runs]
-        curve = Curve(table[0, :, 0], table[:, :, 1], table[:, :, 2] / 60, all_rows, seeds, (key[2],))
+        curve = Curve(table[0, :, 0], table[:, :, 1], table[:, :, 2] / 60, all_rows, seeds, (key[2],), runs[0].training)
         one = next((c for (*work, _), c in curves.items() if tuple(work) == key[:2] and same_bytes(c, curve)), None)
         if one is None:
             curves[key] = curve
         else:
             one.world_sizes += (key[2],)
     return curves
+
+
+def tenths(rows: list[dict[str, str]]) -> list[tuple[float, float, float]]:
+    """The last step of each tenth of a run, the mean return of training episodes that ended in it, and its time."""
+    last, found = int(rows[-1]["global_step"]), []
+    for k in range(10):
+        part = [row for row in rows if last * k / 10 < int(row["global_step"]) <= last * (k + 1) / 10]
+        ended = [row for row in part if row["charts/episodic_return"]]
+        if not ended:
+            raise BadInput(f"no training episode ended in tenth {k + 1} of a run of {last} transitions")
+        returns, episodes = ([float(row[f"charts/{x}"]) for row in ended] for x in ("episodic_return", "episodes"))
+        found.append(
+            (float(part[-1]["global_step"]), np.average(returns, weights=episodes), float(part[-1]["time/wall"]))
+        )
+    return found
 
 
 def same_bytes(one: Curve, other: Curve) -> bool:
@@ -203,7 +221,8 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
             row[0].axhline(np.mean([x[0] for x in near]), color=shown, linestyle="--", linewidth=1, label=label)
         below = [script for script, curve in chosen if interquartile_mean(curve.returns, 0).min() < bottom]
         title = f"{env_id}, {chosen[0][1].processes}"
-        row[0].set(ylabel="return of evaluation episodes", title=title, ylim=(bottom, top))
+        kind = "training" if chosen[0][1].training else "evaluation"
+        row[0].set(ylabel=f"return of {kind} episodes", title=title, ylim=(bottom, top))
         row[1].set(title="the same against time", ylim=(bottom, top))
         if below:
             place = {"xy": (0.99, 0.02), "xycoords": "axes fraction", "ha": "right"}

@@ -66,6 +66,7 @@ class Run:
     world_size: int
     seed: int
     variant: str
+    training: bool = False
 
     @property
     def name(self) -> str:
@@ -99,9 +100,9 @@ class Run:
 def runs_of(suite: Suite, wanted: tuple[str, ...] = ()) -> list[Run]:
     """All runs of a suite whose names contain each of `wanted`."""
     runs = [
-        Run(suite.name, work["script"], work["env_id"], work["flags"], world_size, seed, work["variant"])
-        for work in suite.works
-        for world_size, seeds in work["seeds"].items()
+        Run(suite.name, x["script"], x["env_id"], x["flags"], world_size, seed, x["variant"], x["training"])
+        for x in suite.works
+        for world_size, seeds in x["seeds"].items()
         for seed in seeds
     ]
     return [run for run in runs if all(part in run.name for part in wanted)]

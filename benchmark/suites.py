@@ -55,8 +55,12 @@ PPO_PROCGEN = f"{PROCGEN} --update-epochs 3"
 PPG_PROCGEN = f"{PROCGEN} --update-epochs 1 --n-pi 32 --aux-epochs 6 --num-aux-minibatches 512"
 
 
-def work(script: str, env_id: str, flags: str, seeds: dict[int, tuple[int, ...]], variant: str = "") -> dict:
-    return {"script": script, "env_id": env_id, "flags": flags, "seeds": seeds, "variant": variant}
+def work(
+    script: str, env_id: str, flags: str, seeds: dict[int, tuple[int, ...]], variant: str = "", training: bool = False
+) -> dict:
+    """`training`: its returns are those of the episodes that it learns from, and not of evaluations."""
+    facts = {"script": script, "env_id": env_id, "flags": flags, "seeds": seeds, "variant": variant}
+    return facts | {"training": training}
 
 
 # of 16 games, what gives a normalised return of 0 and of 1, hard and easy (arXiv:1912.01588, appendix C)
@@ -128,12 +132,12 @@ SUITES = {
         for script, flags in (("ppo_ddp.py", PPO_ATARI), ("dqn_ddp.py", DQN_ATARI))
     ],
     "procgen": [
-        work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)})
+        work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)}, training=True)
         for game in PROCGEN_SCALES
         for script, flags in (("ppo_ddp.py", PPO_PROCGEN), ("ppg_ddp.py", PPG_PROCGEN))
     ],
     "procgen-easy": [
-        work(script, "envpool/CoinrunEasy-v0", flags, {1: (1, 2)})
+        work(script, "envpool/CoinrunEasy-v0", flags, {1: (1, 2)}, training=True)
         for script, flags in (("ppo_ddp.py", PPO_EASY), ("ppg_ddp.py", PPG_EASY))
     ],
 }

@@ -63,6 +63,19 @@ def test_agreement_of_two_world_sizes_by_hand():
         assert plot.agreement(one, curve([2], [[1.0, 2.0, last]], 2.0)) == "200; apart"
 
 
+def test_training_episodes_by_tenths_of_a_run():
+    """Each row counts its episodes; one on a border belongs to the tenth that it ends; one without any is refused."""
+    returns = [(10, "", 1.0), (50, "2.0", 3), (100, "4.0", 1), (150, "8.0", 1)]
+    returns += [(100 * k, str(k), 1) for k in range(2, 11)]
+    names = ("global_step", "charts/episodic_return", "charts/episodes", "time/wall")
+    rows = [dict(zip(names, map(str, (*row, 7.0 + row[0])), strict=True)) for row in returns]
+    first, second, *rest = plot.tenths(rows)
+    assert first == (100.0, 2.5, 107.0) and second == (200.0, 5.0, 207.0)
+    assert rest == [(100.0 * k, k, 7.0 + 100 * k) for k in range(3, 11)]
+    with pytest.raises(BadInput, match="no training episode ended in tenth 3 of a run of 1000 transitions"):
+        plot.tenths([row for row in rows if row["global_step"] != "300"])
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_command_is_accepted(suite):
     """Each run of each suite parses and passes its script's own checks, and has a name of its own."""

@@ -23,7 +23,7 @@ import ppg_ddp
 import ppo_ddp
 import sac_ddp
 from common.arguments import FREE, RunArgs
-from common.checkpoint import Checkpoints
+from common.checkpoint import Checkpoints, on_cpu
 from common.environments import Environments, make_envs
 from common.files import digest_of, locked
 from common.launch import BadInput
@@ -500,3 +500,16 @@ def test_cut_write_start_anew(module, tmp_path, monkeypatch):
     for number, step in enumerate(steps, 1):
         expected += [*(["cut"] if fill else []), f"write {step}", f"start {number}", *fill]
     assert happened == expected
+
+
+def test_what_is_saved_is_on_the_cpu_however_deep_it_is():
+    """An optimiser's options lie in a list, and on a GPU its learning rate is a tensor there."""
+
+    class Far(torch.Tensor):
+        def cpu(self):
+            return "here"
+
+    far = torch.zeros(1).as_subclass(Far)
+    assert on_cpu({"groups": [{"lr": far, "betas": (far, 0.9)}]}) == {
+        "groups": [{"lr": "here", "betas": ("here", 0.9)}]
+    }
