@@ -31,6 +31,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -340,6 +341,26 @@ class AuxLoss(nn.Module):
         return loss, (aux_v_loss.detach(), kl_loss.detach(), v_loss.detach())
 
 
+def gradient_step(
+    ddp_loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
+    lr: float | torch.Tensor,
+    minibatches: list[tuple[torch.Tensor, ...]],
+) -> list[tuple[torch.Tensor, ...]]:
+    """One step on a minibatch of each shard here -> what the loss returned for each, apart from itself."""
+    stats, (group,) = [], optimizer.param_groups
+    for minibatch in minibatches:  # gradients are averaged at the last backward
+        loss, mb_stats = ddp_loss(*minibatch)
+        optimizer.zero_grad()
+        loss.backward()  # collective
+        stats.append(mb_stats)
+    nn.utils.clip_grad_norm_(group["params"], max_grad_norm)
+    group["lr"] = lr
+    optimizer.step()
+    return stats
+
+
 # ALGO LOGIC: pure helpers
 
 
@@ -437,12 +458,11 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
     agent = Agent(obs_space, action_space, envs.channels_first, args.network).to(device)
-    parameters = list(agent.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     loss_fn = PPOLoss(agent, args)
     # last: draws after PPO's networks
     aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(device)
-    aux_parameters = [*parameters, *aux_critic.parameters()]
+    aux_parameters = [*agent.parameters(), *aux_critic.parameters()]
     aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
     aux_loss_fn = AuxLoss(agent, aux_critic, args)
     if args.compile:
@@ -456,26 +476,10 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     ddp_aux_loss = DDP(aux_loss_fn, **options) if world.wraps else aux_loss_fn  # collective
     average_over_shards(ddp_aux_loss, world)
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
-
-    def stepping(ddp_loss: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Callable:
-        """Returns a gradient step: a learning rate, a minibatch of each shard here -> what the loss gave for each."""
-
-        def step(lr: float | torch.Tensor, minibatches: list[tuple[torch.Tensor, ...]]) -> list:
-            stats = []
-            for minibatch in minibatches:  # gradients are averaged at the last backward
-                loss, mb_stats = ddp_loss(*minibatch)
-                optimizer.zero_grad()
-                loss.backward()  # collective
-                stats.append(mb_stats)
-            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()
-            return stats
-
-        return graphed(args.cuda_graphs, world, step, optimizer)
-
-    update = stepping(ddp_loss, optimizer, parameters)
-    aux_update = stepping(ddp_aux_loss, aux_optimizer, aux_parameters)
+    step_fn = partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm)
+    update = graphed(args.cuda_graphs, world, step_fn, optimizer)
+    aux_step_fn = partial(gradient_step, ddp_aux_loss, aux_optimizer, args.max_grad_norm)
+    aux_update = graphed(args.cuda_graphs, world, aux_step_fn, aux_optimizer)
     # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}
     state |= {"aux_critic": aux_critic, "aux_optimizer": aux_optimizer}

@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import gymnasium as gym
@@ -286,6 +287,26 @@ class PPOLoss(nn.Module):
         return loss, (pg_loss.detach(), v_loss.detach(), entropy_loss.detach(), logratio.detach())
 
 
+def gradient_step(
+    ddp_loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
+    lr: float | torch.Tensor,
+    minibatches: list[tuple[torch.Tensor, ...]],
+) -> list[tuple[torch.Tensor, ...]]:
+    """One step on a minibatch of each shard here -> what the loss returned for each, apart from itself."""
+    stats, (group,) = [], optimizer.param_groups
+    for minibatch in minibatches:  # gradients are averaged at the last backward
+        loss, mb_stats = ddp_loss(*minibatch)
+        optimizer.zero_grad()
+        loss.backward()  # collective
+        stats.append(mb_stats)
+    nn.utils.clip_grad_norm_(group["params"], max_grad_norm)
+    group["lr"] = lr
+    optimizer.step()
+    return stats
+
+
 # ALGO LOGIC: pure helpers
 
 
@@ -378,8 +399,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
     agent = Agent(obs_space, action_space, envs.channels_first, args.network).to(device)
-    parameters = list(agent.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     loss_fn = PPOLoss(agent, args)
     if args.compile:
         loss_fn.compile()
@@ -388,21 +408,8 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
     average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
     obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
-
-    def update(lr: float | torch.Tensor, minibatches: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-        """A gradient step on a minibatch of each shard here -> what the loss gave for each."""
-        stats = []
-        for minibatch in minibatches:  # gradients are averaged at the last backward
-            loss, mb_stats = ddp_loss(*minibatch)
-            optimizer.zero_grad()
-            loss.backward()  # collective
-            stats.append(mb_stats)
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
-        return stats
-
-    update = graphed(args.cuda_graphs, world, update, optimizer)
+    step_fn = partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm)
+    update = graphed(args.cuda_graphs, world, step_fn, optimizer)
     # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
     state = {"agent": agent, "optimizer": optimizer, "generator": generator}
     state |= {"obs_moments": obs_moments, "return_moments": return_moments}
