@@ -48,7 +48,7 @@ from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
-from common.graphs import graphed
+from common.graphs import given, graphed
 from common.launch import BadInput, launch
 from common.logger import Logger
 from common.machine import require_compiler, require_memory
@@ -544,10 +544,9 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
 
         global_step = iteration * batch_size
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        learning_rates = fraction * args.learning_rate, fraction * args.aux_learning_rate
-        # a graph would keep numbers; the GPU's Adam takes float32
-        gpu = device.type == "cuda"
-        lr, aux_lr = torch.tensor(learning_rates, dtype=torch.float32, device=device) if gpu else learning_rates
+        learning_rate = fraction * args.learning_rate
+        lr = given(learning_rate, device)
+        aux_lr = given(fraction * args.aux_learning_rate, device)
 
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()
@@ -681,7 +680,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
             times["time/aux"] = aux_end - update_end
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}
-        row |= {"charts/learning_rate": learning_rates[0], "losses/epochs": epoch + 1}
+        row |= {"charts/learning_rate": learning_rate, "losses/epochs": epoch + 1}
         row |= {f"losses/{name}": total[name] / (len(stats[0]) * world.num_shards) for name in LOSSES}
         if aux_stats[0]:
             row |= {f"losses/{name}": total[name] / (len(aux_stats[0]) * world.num_shards) for name in AUX_LOSSES}

@@ -40,7 +40,7 @@ from common.distributed import World
 from common.environments import Environments, open_environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
-from common.graphs import graphed
+from common.graphs import given, graphed
 from common.launch import BadInput, launch
 from common.logger import Logger
 from common.machine import require_compiler, require_memory
@@ -470,9 +470,9 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
                 return
 
         global_step = iteration * batch_size
-        learning_rate = args.learning_rate * (1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0)
-        # a graph would keep a number; the GPU's Adam takes float32
-        lr = learning_rate if device.type == "cpu" else torch.tensor(learning_rate, dtype=torch.float32, device=device)
+        fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+        learning_rate = fraction * args.learning_rate
+        lr = given(learning_rate, device)
 
         # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()

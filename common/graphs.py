@@ -40,7 +40,7 @@ class Graphed:
         self.calls, self.recordings = Counter(), {}  # by shapes
 
     def __call__(self, *inputs: Any) -> Any:
-        shapes = tuple(x.shape for x in leaves(inputs))
+        shapes = tuple(x.shape for x in tensors_of(inputs))
         self.calls[shapes] += 1
         new = shapes not in self.recordings
         # what shapes need is loaded in their first call, which may not be while it is recorded
@@ -50,12 +50,12 @@ class Graphed:
         if new:
             self.recordings[shapes] = self._record(inputs)
         graph, own, outputs = self.recordings[shapes]
-        torch._foreach_copy_(list(leaves(own)), list(leaves(inputs)))
+        torch._foreach_copy_(list(tensors_of(own)), list(tensors_of(inputs)))
         graph.replay()
         return None if outputs is None else copies(outputs)
 
     def _record(self, inputs: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
-        """The graph, and where it reads its inputs and leaves its outputs."""
+        """The graph, and where it reads its inputs and tensors_of its outputs."""
         graph, own = torch.cuda.CUDAGraph(), copies(inputs)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group in groups:  # asked for while recording, and else warned of
@@ -68,15 +68,20 @@ class Graphed:
         return graph, own, outputs
 
 
-def leaves(nest: Any) -> Iterator[torch.Tensor]:
+def tensors_of(nest: Any) -> Iterator[torch.Tensor]:
     """The tensors of nested lists and tuples."""
     if isinstance(nest, torch.Tensor):
         yield nest
     else:
         for part in nest:
-            yield from leaves(part)
+            yield from tensors_of(part)
 
 
 def copies(nest: Any) -> Any:
     """The same nest of copied tensors, in the same layouts."""
     return nest.clone() if isinstance(nest, torch.Tensor) else type(nest)(map(copies, nest))
+
+
+def given(number: float, device: torch.device) -> float | torch.Tensor:
+    """A learning rate that changes, as Adam takes it: on a GPU a float32 tensor, since a graph would keep a number."""
+    return number if device.type == "cpu" else torch.tensor(number, dtype=torch.float32, device=device)

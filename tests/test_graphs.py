@@ -17,7 +17,7 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.graphs import WARMUP, Graphed, copies, leaves
+from common.graphs import WARMUP, Graphed, copies, tensors_of
 from common.launch import BadInput
 
 FORBIDDEN = {"aten::_local_scalar_dense", "aten::lift_fresh"}  # values that go to Python, and come from it
@@ -167,7 +167,7 @@ def test_nests_keep_their_layout():
     nest = [image, (torch.ones(1),)]
     copy = copies(nest)
     assert copy[0].stride() == image.stride() and copy[0].data_ptr() != image.data_ptr()
-    assert isinstance(copy[1], tuple) and [x.shape for x in leaves(nest)] == [image.shape, (1,)]
+    assert isinstance(copy[1], tuple) and [x.shape for x in tensors_of(nest)] == [image.shape, (1,)]
 
 
 def test_the_recorder_finds_what_a_graph_would_keep(emulated):
