@@ -117,6 +117,7 @@ def start_tiny(folder: Path, long: bool, *filters: str) -> subprocess.Popen:
     return subprocess.Popen([*RUN, "--filter", *filters], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     """SIGKILL while two of five runs go on: these end too; SIGINT while the next start runs them: they end at a
     boundary, and meanwhile a second runner is refused; the third start runs just them, and the one after them."""

@@ -68,7 +68,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x == "dqn pong" else []) for x in CASES])
+SLOW = {"sac", "dqn pong"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CASES])
 def test_a_killed_run_ends_in_the_bytes_of_an_undisturbed_one(case, tmp_path):
     script, flags, attempts = CASES[case]
     flags += " --save-model"

@@ -150,6 +150,7 @@ def test_wandb_is_sent_what_it_lacks(there, tmp_path):
     assert len(expected) == 14 and rows == [[number, row] for number, row in enumerate(expected)][there:]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_and_comes_back(tmp_path):
     """Killed while both train: the first goes on alone, then both again, to the bytes of a run on one process."""
     assert elastic("brief", 1, 1, tmp_path, kinds=("kill",)) == ["kill"]

@@ -32,7 +32,7 @@ def made(script: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "script",
-    ["ppo_ddp.py", "dqn_ddp.py", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ppg_ddp.py", "sac_ddp.py"))],
+    ["ppo_ddp.py", *(pytest.param(f"{x}_ddp.py", marks=pytest.mark.slow) for x in ("ppg", "dqn", "sac"))],
 )
 def test_one_file_gives_the_scripts_bytes(script, tmp_path):
     """In an empty folder with nothing else to import; as linters and formatters want it; with what it uses, only."""

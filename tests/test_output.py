@@ -117,7 +117,7 @@ def test_the_run_directory(script, tmp_path):
     agent.load_state_dict(model["agent"])  # no `module.` prefixes
 
 
-@pytest.mark.parametrize("script", ["dqn_ddp.py", "sac_ddp.py"])
+@pytest.mark.parametrize("script", ["dqn_ddp.py", pytest.param("sac_ddp.py", marks=pytest.mark.slow)])
 def test_the_run_directory_of_replay_scripts(script, tmp_path):
     """The whole vector steps that fit, blank losses before the first gradient step, networks that load."""
     result = run(script, 2, f"{REPLAY} --save-model --check-sync-every 400", tmp_path / "a")

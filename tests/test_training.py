@@ -44,6 +44,7 @@ def test_dqn_learns_cartpole(tmp_path):
     assert result.column("eval/episodic_return")[-1] >= 120
 
 
+@pytest.mark.slow
 def test_dqn_learns_dots_from_images(tmp_path):
     """The small convolutional network over boolean images."""
     flags = "--env-id tests.envs:Dots-v0 --learning-starts 500 --train-frequency 4 --learning-rate 1e-3"
