@@ -621,8 +621,8 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         for epoch in range(args.update_epochs):
             for i in range(args.num_minibatches):
                 minibatches = []
-                for batch, inds, normalized_advantages in zip(batches, mb_inds, mb_advantages, strict=True):
-                    minibatches.append((*(x[inds[epoch, i]] for x in batch), normalized_advantages[epoch, i]))
+                for batch, inds, of_shard in zip(batches, mb_inds, mb_advantages, strict=True):
+                    minibatches.append((*(x[inds[epoch, i]] for x in batch), of_shard[epoch, i]))
                 for part, mb_stats in zip(stats, update(lr, minibatches), strict=True):  # collective
                     part.append(mb_stats)
             if args.target_kl is not None:

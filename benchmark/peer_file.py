@@ -10,6 +10,7 @@ form, `gym` is gymnasium, EnvPool answers as gym did, and wandb and TensorBoard 
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import os
 import runpy

@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import torch
 import tyro
 
 ROOT = Path(__file__).parent.parent
@@ -281,7 +282,6 @@ def replay_memory() -> None:
 def replay_latency(repetitions: int) -> None:
     """Milliseconds to draw 128 of a million transitions of 4 numbers by their priorities, and to change those."""
     import numpy as np
-    import torch
     from gymnasium.spaces import Box
 
     from common.distributed import World
@@ -310,8 +310,10 @@ def replay_latency(repetitions: int) -> None:
 
 
 def main(args: Args) -> None:
-    if set(args.rows) & {10, 11} and find_spec("envpool") is None:
-        sys.exit("error: --rows: 10 and 11 need EnvPool: pip install envpool==1.2.5")
+    if set(args.rows) & {10, 11, 12, 13} and find_spec("envpool") is None:
+        sys.exit("error: --rows: 10 to 13 need EnvPool: pip install envpool==1.2.5")
+    if set(args.rows) & set(GPU) and not torch.cuda.is_available():
+        sys.exit("error: --rows: 12 to 17 need a GPU; leave them out.")
     if set(args.rows) & {1, 3, 5, 6, 7}:
         install_peer()
     if set(args.rows) & set(GPU):

@@ -45,7 +45,7 @@ DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-
 PROCGEN = "--network impala --total-timesteps 100000000 --eval-every 5000000 --checkpoint-every 8388608"
 PROCGEN += " --num-envs 256 --num-steps 256 --num-minibatches 8 --learning-rate 5e-4 --no-anneal-lr --adam-eps 1e-8"
 PROCGEN += " --gamma 0.999 --norm-adv batch --no-clip-vloss --vf-coef 1 --max-grad-norm inf --eval-episodes 100"
-# for a CPU: 200 easy levels, small batches, the network by size, half a hundredth of the transitions
+# for a CPU: 200 easy levels, small batches, the network by size, a two-hundredth of the transitions
 EASY = "--env-kwargs '{\"num_levels\": 200}' --total-timesteps 500000 --eval-every 50000 --eval-episodes 50"
 EASY += " --checkpoint-every 32768 --num-envs 64 --num-steps 64 --num-minibatches 8 --learning-rate 5e-4 --gamma 0.999"
 EASY += " --no-clip-vloss --num-threads 1"

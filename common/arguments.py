@@ -46,7 +46,7 @@ class RunArgs:
     cuda: bool = True
     """use GPUs where there are any"""
     cuda_graphs: bool = False
-    """GPU: launch the kernels of an update together, from its 12th on: the same numbers, sooner for small networks"""
+    """GPU: launch the kernels of an update together, from its 12th on (not tried on a GPU so far)"""
     num_threads: Threads = 0
     """threads per rank, of Atari, EnvPool and torch; 0: the cores divided by the local ranks (torch on vectors: one)"""
     vectorization: Literal["sync", "async"] = "sync"

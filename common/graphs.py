@@ -32,7 +32,8 @@ class Graphed:
 
     Launching a kernel takes the processor longer than a small network's arithmetic takes the GPU; a graph is launched
     as one. What the function reads besides its arguments is read where it was when recorded, so parameters may change
-    only in place, and Python's numbers stay as they were. Results are copies. The arithmetic is the same.
+    only in place, and Python's numbers stay as they were. Results are copies. The arithmetic is the same. Ranks may
+    record at different calls, as parts of a batch differ in size: what they exchange, and in which order, is the same.
     """
 
     def __init__(self, function: Callable, *optimizers: torch.optim.Optimizer) -> None:
@@ -55,7 +56,7 @@ class Graphed:
         return None if outputs is None else copies(outputs)
 
     def _record(self, inputs: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
-        """The graph, and where it reads its inputs and tensors_of its outputs."""
+        """The graph, and where it reads its inputs and leaves its outputs."""
         graph, own = torch.cuda.CUDAGraph(), copies(inputs)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group in groups:  # asked for while recording, and else warned of

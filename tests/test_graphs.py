@@ -34,10 +34,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        ddp = (
-            func._schema.name in FORBIDDEN and args[0].dtype == torch.int32
-        )  # which parameters are used: never on a GPU
-        assert ddp or func._schema.name not in FORBIDDEN, f"{func} while it is recorded"
+        if func._schema.name in FORBIDDEN:  # DDP's list of the parameters in use, int32, is never on a GPU
+            assert args[0].dtype == torch.int32, f"{func} while it is recorded"
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for x in tensors(value):
