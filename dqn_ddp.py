@@ -42,10 +42,11 @@ from common.equality import check_equal
 from common.graphs import graphed
 from common.launch import BadInput, launch
 from common.logger import Logger
+from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Norm, Positive, Rate, Whole
 from common.replay import ReplayBuffer
-from common.shards import average_over_shards, per_shard
+from common.shards import average_over_shards, per_shard, to_tensor
 
 
 @dataclass
@@ -290,8 +291,7 @@ def main(args: Args) -> None:
         sizes, steps = (args.buffer_size, args.num_envs), (args.n_step, args.gamma)
         kept = obs_space, (), np.dtype(np.int64), *steps, envs.stack, alpha, envs.repeats_first
         rb = ReplayBuffer(*sizes, world, *kept)
-        many = is_large(obs_space, envs.channels_first) and not args.shards  # a convolution's roundings depend on it
-        torch.set_num_threads(args.num_threads or (world.cores if many else 1))
+        set_threads(args.num_threads, is_large(obs_space, envs.channels_first), world)
         with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, rb, logger)
 
@@ -349,7 +349,7 @@ def train(
     def network_q(obs: np.ndarray) -> np.ndarray:
         """Observations -> values of all actions (n, num_actions)."""
         with torch.inference_mode():
-            return q_of(torch.from_numpy(obs).to(device)).cpu().numpy()
+            return q_of(to_tensor(obs, device)).cpu().numpy()
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
@@ -381,7 +381,7 @@ def train(
         explore, choice = noise[before // args.num_envs % NOISE_STEPS]
         actions, greedy = (choice * num_actions).astype(np.int64), explore >= epsilon
         if greedy.any():
-            actions = np.where(greedy, per_shard(q_values, shards)(obs).argmax(-1), actions)
+            actions = np.where(greedy, per_shard(q_values, shards, world)(obs).argmax(-1), actions)
         obs, rewards, terminations, truncations, infos = envs.step(actions + action_space.start)
         ended = episodes.step(rewards, terminations | truncations, infos)
         rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos, ended)

@@ -51,11 +51,11 @@ from common.equality import check_equal
 from common.graphs import given, graphed
 from common.launch import BadInput, launch
 from common.logger import Logger
-from common.machine import require_compiler, require_memory
+from common.machine import require_compiler, require_memory, set_threads
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Norm, Positive, Weight, Whole
-from common.shards import average_over_shards, per_shard
+from common.shards import average_over_shards, per_shard, to_tensor
 
 
 @dataclass
@@ -439,8 +439,7 @@ def main(args: Args) -> None:
         if args.aux_epochs:
             nbytes += args.n_pi * args.num_steps * envs.num_envs * (transition + 16 * args.aux_epochs + 100)
         require_memory("--num-steps", args.num_steps, nbytes, world)
-        many = is_large(obs_space, envs.channels_first) and not args.shards  # a convolution's roundings depend on it
-        torch.set_num_threads(args.num_threads or (world.cores if many else 1))
+        set_threads(args.num_threads, is_large(obs_space, envs.channels_first), world)
         with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, logger)
 
@@ -502,7 +501,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
 
     def network_input(raw: np.ndarray) -> torch.Tensor:
         """Observations as the environment gives them -> what the networks read."""
-        return torch.from_numpy(normalized(raw)).to(device)
+        return to_tensor(normalized(raw), device)
 
     def features_pi(obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Observations as the networks read them -> features (n, num_features) and pi (n, .)."""
@@ -514,7 +513,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     def network_policy(obs: np.ndarray) -> np.ndarray:
         """Observations as the networks read them -> pi (n, .)."""
         with torch.inference_mode():
-            return features_pi(torch.from_numpy(obs).to(device))[1].cpu().numpy()
+            return features_pi(to_tensor(obs, device))[1].cpu().numpy()
 
     def env_actions(sampled: np.ndarray) -> np.ndarray:
         """Sampled actions -> what `step` takes: shifted to the space's start, or cast and clipped to its bounds."""
@@ -555,7 +554,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         final_obs = {}  # of truncated episodes, by step and environment
         if not image:  # what acts on vectors in the networks' place; first tried with other parameters too
             policy = checked(agent.numpy_policy, network_policy, normalized(next_obs), thorough=restart)
-            policy = per_shard(policy, shards)
+            policy = per_shard(policy, shards, world)
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
@@ -587,7 +586,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         with torch.no_grad():
             for rows in shards:
                 b_obs = network_input(obs[:, rows].reshape(-1, *obs_space.shape))
-                b_actions = torch.from_numpy(actions[:, rows].reshape(-1, *action_shape)).to(device)
+                b_actions = to_tensor(actions[:, rows].reshape(-1, *action_shape), device)
                 b_features = features[:, rows].flatten(0, 1) if image else agent.trunk(b_obs)
                 b_logprobs, _ = agent.log_prob_entropy(agent.policy(b_features), b_actions)
                 # in parts, as the update: values may take convolutions of their own, as PPG's do
@@ -603,7 +602,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         advantages = compute_gae(
             learning_rewards, values, next_value, dones.astype(np_dtype), args.gamma, args.gae_lambda
         )
-        b_advantages = [torch.from_numpy(advantages[:, rows].ravel()).to(device) for rows in shards]
+        b_advantages = [to_tensor(advantages[:, rows].ravel(), device) for rows in shards]
         batches = [(*batch, x + batch[-1]) for batch, x in zip(batches, b_advantages, strict=True)]  # and the returns
         update_start = time.perf_counter()
 
@@ -652,7 +651,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
                         x.reshape(-1, *obs_space.shape) for x in np.split(store[:, rows], args.num_aux_minibatches)
                     )
                     old_pi = torch.cat([agent.policy(agent.trunk(network_input(part))) for part in parts])
-                    aux_batches.append((torch.from_numpy(store_returns[:, rows].ravel()).to(device), old_pi))
+                    aux_batches.append((to_tensor(store_returns[:, rows].ravel(), device), old_pi))
             aux_inds = minibatch_inds(generator, args.aux_epochs, args.num_aux_minibatches, steps, args.num_envs, world)
             for epoch_inds in aux_inds.permute(1, 2, 0, 3):
                 for mb_of_shards in epoch_inds:

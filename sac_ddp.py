@@ -43,10 +43,11 @@ from common.equality import check_equal
 from common.graphs import graphed
 from common.launch import BadInput, Fault, launch
 from common.logger import Logger
+from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Period, Positive, Rate, Threads, Whole
 from common.replay import ReplayBuffer
-from common.shards import average_over_shards, per_shard
+from common.shards import average_over_shards, per_shard, to_tensor
 
 
 @dataclass
@@ -281,7 +282,7 @@ def main(args: Args) -> None:
         sizes, alpha = (args.buffer_size, args.num_envs), args.per_alpha if args.prioritized else 0.0
         d, np_dtype = math.prod(action_space.shape), torch.empty(0).numpy().dtype
         rb = ReplayBuffer(*sizes, world, obs_space, (d,), np_dtype, gamma=args.gamma, alpha=alpha)
-        torch.set_num_threads(args.num_threads or 1)
+        set_threads(args.num_threads, False, world)
         with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
             train(args, world, envs, eval_envs, rb, logger)
 
@@ -360,7 +361,7 @@ def train(
     def network_policy(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """Observations (n, size), noise (n, d) -> actions (n, d)."""
         with torch.inference_mode():
-            return actor(torch.from_numpy(obs).to(device), torch.from_numpy(noise).to(device))[0].cpu().numpy()
+            return actor(to_tensor(obs, device), to_tensor(noise, device))[0].cpu().numpy()
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
@@ -392,7 +393,7 @@ def train(
             actions = (actor.bias + actor.scale * (2 * uniform - 1)).cpu().numpy()
         else:
             noise = torch.randn(args.num_envs, d, generator=generator)[local_envs].numpy()
-            actions = per_shard(policy, shards)(obs, noise)
+            actions = per_shard(policy, shards, world)(obs, noise)
         obs, rewards, terminations, truncations, infos = envs.step(as_taken(actions))
         ended = episodes.step(rewards, terminations | truncations, infos)
         rb.add(actions, rewards, terminations, truncations, obs, infos, ended)

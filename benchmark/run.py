@@ -37,7 +37,18 @@ from common.launch import BadInput
 from common.sources import source_record
 
 ROOT = Path(__file__).parent.parent
-KEPT = ("commit", "changed", "sources", "world_size", "threads", "device", "instructions", "arithmetic", "versions")
+KEPT = (
+    "commit",
+    "changed",
+    "sources",
+    "world_size",
+    "threads",
+    "blas",
+    "device",
+    "instructions",
+    "arithmetic",
+    "versions",
+)
 RECORDED = ("global_step", "charts/episodic_return", "charts/episodes", "eval/episodic_return", "time/wall", "time/SPS")
 
 

@@ -243,7 +243,7 @@ def tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, to
             yield f"{prefix}{name}", value
 
 
-MACHINE = ("device", "instructions", "arithmetic", "threads", "sources", "versions")  # what numbers depend on
+MACHINE = ("device", "instructions", "arithmetic", "threads", "blas", "sources", "versions")  # what numbers depend on
 
 
 def machine(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def evaluate(
     first = []  # actions of episode 0, on rank 0
     playing = np.zeros(0, dtype=bool)
     if envs is not None:
-        obs, act = envs.start(), per_shard(act, envs.shards)
+        obs, act = envs.start(), per_shard(act, envs.shards, world)
         playing, statistics = np.ones(envs.num_envs, dtype=bool), EpisodeStatistics(envs.shards)
     for step in range(1, MAX_STEPS + 1):
         if playing.any():

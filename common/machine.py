@@ -14,6 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from common.distributed import World
 from common.launch import BadInput
@@ -34,6 +35,28 @@ def require_memory(flag: str, value: object, nbytes: float, world: World, smalle
     if needed > free:
         fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
         raise BadInput(f"{flag} {value}: {fault}; {smaller} fits.")
+
+
+def set_threads(threads: int, parallel: bool, world: World) -> None:
+    """Set how many threads torch takes; 0: as many as there are cores where work is `parallel`, otherwise one.
+
+    With `--shards` the default is one, and BLAS, which multiplies numpy's matrices, takes one always: convolutions and
+    products round otherwise where they are split over another number of threads.
+    """
+    torch.set_num_threads(threads or (world.cores if parallel and not world.sharded else 1))
+    if world.sharded:
+        threadpool_limits(1, "blas")
+
+
+def blas_record() -> list[str]:
+    """The BLAS libraries of this process, numpy's among them: kernels and threads, such as "openblas 0.3 Zen, 1"."""
+    libraries = threadpool_info()
+    names = ("internal_api", "version", "architecture")
+    return [
+        f"{' '.join(str(library.get(name)) for name in names)}, {library['num_threads']} threads"
+        for library in libraries
+        if library["user_api"] == "blas"
+    ]
 
 
 def require_compiler(world: World) -> None:
@@ -82,5 +105,6 @@ def environment_record(world: World) -> dict[str, Any]:
     for simulator in ("ale-py", "box2d", "envpool", "minatar", "mujoco"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[simulator] = metadata.version(simulator)
-    record = {"world_size": world.world_size, "threads": torch.get_num_threads(), "command": shlex.join(sys.argv)}
+    record = {"world_size": world.world_size, "command": shlex.join(sys.argv)}
+    record |= {"threads": torch.get_num_threads(), "blas": blas_record()}
     return record | {"versions": versions, **about}

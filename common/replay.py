@@ -20,6 +20,7 @@ import torch
 from common.distributed import World
 from common.launch import Fault
 from common.machine import free_memory, require_memory
+from common.shards import to_tensor
 
 BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
 
@@ -232,20 +233,16 @@ class ReplayBuffer:
         for i in np.flatnonzero(self.truncations.take(at) & ~self.terminations.take(at)):
             next_obs[i] = self.final_obs[at[i]]
 
-        def tensor(x: np.ndarray) -> torch.Tensor:
-            x = torch.from_numpy(x)
-            return x.to(device, torch.get_default_dtype() if x.dtype == torch.float64 else x.dtype)
-
-        obs, actions = torch.from_numpy(self._observations(env, time)), torch.from_numpy(self.actions[env, place])
+        float_dtype = torch.empty(0).numpy().dtype
         return Batch(
             torch.from_numpy(rows),
             indices,
-            tensor(weights),
-            obs.to(device),
-            actions.to(device),
-            tensor(rewards),
-            tensor(discounts),
-            torch.from_numpy(next_obs).to(device),
+            to_tensor(weights.astype(float_dtype), device),
+            to_tensor(self._observations(env, time), device),
+            to_tensor(self.actions[env, place], device),
+            to_tensor(rewards.astype(float_dtype), device),
+            to_tensor(discounts.astype(float_dtype), device),
+            to_tensor(next_obs, device),
         )
 
     def _sum_blocks(self) -> None:

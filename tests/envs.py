@@ -157,6 +157,41 @@ class Strict(gym.Env):
         return self.np_random.uniform(-1, 1, 3).astype(np.float32), float(action.sum()), False, self.time == 10, {}
 
 
+class Drawn(gym.Env):
+    """An environment of any spaces; its state follows from its seed and all actions, so that no rounding is lost.
+
+    `actions`: a number and a start of `Discrete`, or the shape of a `Box` of `action_dtype`. Each step may terminate
+    with `end`, truncate with `cut`, or do both.
+    """
+
+    def __init__(self, shape, dtype, actions, action_dtype=None, end=0.05, cut=0.05):
+        high = 255 if dtype == "uint8" else np.inf
+        self.observation_space = gym.spaces.Box(0 if dtype == "uint8" else -np.inf, high, tuple(shape), dtype)
+        if action_dtype is None:
+            self.action_space = gym.spaces.Discrete(actions[0], start=actions[1])
+        else:
+            low = -1.0 - np.arange(np.prod(actions)).reshape(actions)
+            self.action_space = gym.spaces.Box(low.astype(action_dtype), (0.5 - low).astype(action_dtype))
+        self.end, self.cut, self.weights = end, cut, np.cos(np.arange(np.prod(shape)))
+
+    def observe(self):
+        obs = self.state.reshape(self.observation_space.shape)
+        return (128 + 60 * obs).clip(0, 255).astype("uint8") if self.observation_space.dtype == "uint8" else obs
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state = self.np_random.normal(size=len(self.weights))
+        return self.observe().astype(self.observation_space.dtype), {}
+
+    def step(self, action):
+        pushed = np.resize(np.asarray(action, float), len(self.state))
+        self.state = np.tanh(0.9 * np.roll(self.state, 1) + 0.3 * pushed * self.weights)
+        self.state += 0.1 * self.np_random.normal(size=len(self.state))
+        reward = float((self.state * self.weights).mean() - 0.1 * (pushed**2).mean())
+        terminated, truncated = self.np_random.random(2) < (self.end, self.cut)
+        return self.observe().astype(self.observation_space.dtype), reward, bool(terminated), bool(truncated), {}
+
+
 vector = gym.spaces.Box(-1, 1, (3,), np.float32)
 choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
@@ -168,6 +203,7 @@ for where in ("reward", "observation", "last"):
         kwargs = {"where": where, "value": float(value)}
         gym.register(f"Pendulum-{where}-{value}-v0", FaultyPendulum, max_episode_steps=50, kwargs=kwargs)
 gym.register("Counting-v0", Counting)
+gym.register("Drawn-v0", Drawn)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import ppo_ddp
+from common.distributed import World
 from common.launch import BadInput
 from common.normalization import RunningMoments, standardized
 from common.replay import BLOCK, ReplayBuffer
-from common.shards import per_shard, tree_sum
+from common.shards import per_shard, to_tensor, tree_sum
 from runs import run
 
 PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
@@ -184,5 +185,17 @@ def test_a_shard_gives_the_same_whichever_others_are_here():
 
 def test_a_function_sees_one_shard_at_a_time():
     seen = []
-    function = per_shard(lambda x, y: seen.append(len(x)) or x + y, [slice(0, 2), slice(2, 3)])
+    function = per_shard(lambda x, y: seen.append(len(x)) or x + y, [slice(0, 2), slice(2, 3)], World(False, 2))
     assert function(np.arange(3), np.ones(3)).tolist() == [1, 2, 3] and seen == [2, 1]
+
+
+@pytest.mark.parametrize("offset", range(0, 64, 4))
+def test_what_a_shard_computes_begins_at_a_multiple_of_64_bytes(offset):
+    """Wherever its rows begin, since products round by the address; what has such an address already is no copy."""
+    memory = torch.zeros(64).numpy()
+    rows = memory[offset // 4 : offset // 4 + 14].reshape(2, 7)
+    assert to_tensor(rows, torch.device("cpu")).data_ptr() % 64 == 0
+    assert np.shares_memory(to_tensor(rows, torch.device("cpu")).numpy(), memory) == (offset == 0)
+    addresses = []
+    per_shard(lambda x: addresses.append(x.ctypes.data % 64) or x, [slice(0, 1), slice(1, 2)], World(False, 2))(rows)
+    assert addresses == [0, 0]
