@@ -134,9 +134,7 @@ def fork(
     code: int = 0,
 ) -> str:
     """Call `target(*arguments)` on each of some ranks, which end with `code` -> what they printed, also in `output`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])} | env
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} | env
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     ranks = []
     for rank in range(world_size):
@@ -157,6 +155,12 @@ def fork(
     assert not late, f"ranks {late} still running after {within} s:\n{text}"
     assert [process.exitcode for process in ranks] == [code] * world_size, text
     return text
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def forked(target: Callable, arguments: tuple, env: Mapping[str, str], output: Path) -> None:
@@ -185,6 +189,20 @@ def assert_close(a: Run, b: Run, relative: float = 1e-9, absolute: float = 1e-11
         y = tensors_b[name]
         gap = (x - y).abs() - relative * torch.maximum(x.abs(), y.abs())
         assert (gap <= absolute).all(), f"{name}: off by {gap.max()}"
+
+
+def same_run(a: Run, b: Run) -> str:
+    """Where metrics.csv (timing aside) or a tensor of model.pt is not the same bytes; empty where all are."""
+    for number, (row, other) in enumerate(zip(a.rows, b.rows, strict=False)):
+        if names := [name for name in row if row[name] != other.get(name)]:
+            return f"part in row {number}, {names[0]}: {row[names[0]]} against {other.get(names[0])}"
+    if len(a.rows) != len(b.rows):
+        return f"part: {len(a.rows)} rows against {len(b.rows)}"
+    tensors, others = dict(flat(a.model)), dict(flat(b.model))
+    if tensors.keys() != others.keys():
+        return f"part in the names of tensors: {tensors.keys() ^ others.keys()}"
+    unequal = [name for name, x in tensors.items() if x.numpy().tobytes() != others[name].numpy().tobytes()]
+    return f"part in {unequal[0]}" if unequal else ""
 
 
 def flat(tree: dict, prefix: str = ""):

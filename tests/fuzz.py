@@ -1,0 +1,546 @@
+"""Draws experiments, runs each on one process and on several, and compares their bytes.
+
+    python tests/fuzz.py --minutes 30 --seed 1
+    python tests/fuzz.py --only 17 --seed 1            # draw 17 of seed 1 again
+    python tests/fuzz.py --broken alignment            # how many draws it takes to find a break that is known
+
+A draw is a script, an environment of `tests.envs:Drawn-v0`, flags, now and then an edit of the networks, and two
+launches: `python`, and torchrun on 2 or 4 processes, each with OMP_NUM_THREADS unset, 1 or 2; now and then one is
+killed behind a checkpoint and goes on at another number of processes. metrics.csv (timing aside) and every tensor of
+model.pt must be the same bytes. A draw counts where every launch took at least 20 gradient steps.
+
+Nine of ten draws run in processes that are forked from one that has imported everything, with the variables that a
+launcher sets: a tenth of the time. The tenth is launched as a user does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import local
+
+import tyro
+
+from runs import PATIENCE, ROOT, Run, finish, free_port, same_run
+
+LEAST = 20  # gradient steps of a draw that counts
+
+# Lines that are added to a script, before it starts: edits that a user may make.
+SCALED = """
+_forward = {0}.forward
+def forward(self, *inputs):
+    out = _forward(self, *inputs)
+    return (2.5 * out[0], *out[1:]) if isinstance(out, tuple) else 2.5 * out
+{0}.forward = forward
+"""
+LAYER = """
+_Linear = nn.Linear
+class {0}(_Linear):
+    def forward(self, x):
+        return {1}
+nn.Linear = {0}
+"""
+EDITS = {
+    "scaled output": {name: SCALED.format(network) for name, network in (("dqn", "QNetwork"), ("sac", "Actor"))},
+    "layer of its own": dict.fromkeys(
+        ("ppo", "ppg", "dqn", "sac"), LAYER.format("Mine", "super().forward(x).sin() + x.mean(-1, keepdim=True)")
+    ),
+    "dropout": dict.fromkeys(
+        ("ppo", "ppg", "dqn", "sac"), LAYER.format("Dropped", "nn.functional.dropout(super().forward(x), 0.1)")
+    ),
+}
+REFUSED = ("dropout",)  # edits that end in a refusal, or in a line that says that the bytes depend on the processes
+
+
+@dataclass
+class Launch:
+    processes: int
+    threads: str  # OMP_NUM_THREADS, empty: unset
+    killed: int = 0  # on so many processes at first, behind a checkpoint; 0: never
+
+
+@dataclass
+class Draw:
+    number: int
+    script: str
+    flags: dict[str, str]
+    edit: str
+    launches: list[Launch]
+    real: bool = False
+    counts: Counter = field(default_factory=Counter)
+
+
+def drawn(seed: int, number: int) -> Draw:
+    """Draw `number` of `seed`: always the same."""
+    chance = random.Random(f"{seed} {number}")
+    script = chance.choices(("ppo", "ppg", "sac", "dqn"), (30, 25, 25, 20))[0]
+    shards = chance.choice((2, 4, 8))
+    num_envs = shards * chance.choice((1, 1, 2, 3, 5, 16))
+    image = script != "sac" and chance.random() < 0.12
+    flags = {"shards": str(shards), "num-envs": str(num_envs), "seed": str(chance.randrange(2**32))}
+    flags["env-id"], flags["env-kwargs"] = "tests.envs:Drawn-v0", json.dumps(environment(chance, script, image))
+    own = {"ppo": on_policy, "ppg": on_policy, "dqn": off_policy, "sac": off_policy}[script](chance, script, num_envs)
+    flags |= own
+    if image:
+        flags.pop("norm-obs", None)
+    total = int(flags["total-timesteps"])
+    if chance.random() < 0.7:
+        flags["eval-every"] = str(chance.randint(total // 4, total))
+        flags["eval-episodes"] = str(chance.randint(1, 2 * shards))
+    else:
+        flags["eval-every"] = "0"
+    if chance.random() < 0.15:
+        flags["num-threads"] = chance.choice("12")
+    if chance.random() < 0.05:
+        flags["vectorization"] = "async"
+    if chance.random() < 0.3:
+        flags["check-sync-every"] = str(total // 3)
+    processes = chance.choice([n for n in (2, 4) if n <= shards])
+    launches = [Launch(1, chance.choice(("", "1", "2"))), Launch(processes, chance.choice(("", "1", "2")))]
+    if chance.random() < 0.3:
+        flags["checkpoint-every"] = str(max(1, total // chance.choice((2, 3, 5))))
+        victim, others = chance.choice(launches), [n for n in (1, 2, 4) if n <= shards]
+        if chance.random() < 0.8:
+            victim.killed = chance.choice([n for n in others if n != victim.processes])
+    edits = [name for name in EDITS if script in EDITS[name]]
+    edit = chance.choice(edits) if chance.random() < 0.0 and not image else ""
+    return Draw(number, script, flags, edit, launches, real=number % 10 == 9)
+
+
+def environment(chance: random.Random, script: str, image: bool) -> dict:
+    kwargs = {"dtype": chance.choice(("float32", "float32", "float64", "uint8"))}
+    if image:
+        kwargs["shape"] = chance.choice(((10, 10, 3), (12, 9, 4), (7, 16, 2), (36, 40, 3), (44, 44, 1)))
+    else:
+        kwargs["shape"] = [min(600, round(600 ** chance.random()))]
+    if script == "sac" or (script != "dqn" and chance.random() < 0.75):
+        kwargs["actions"] = [chance.randint(1, 7)] if chance.random() < 0.8 else [2, chance.randint(1, 3)]
+        kwargs["action_dtype"] = chance.choice(("float32", "float32", "float64"))
+    else:
+        kwargs["actions"] = [chance.randint(2, 9), chance.choice((0, 0, 3, -2))]
+    kwargs["end"], kwargs["cut"] = chance.choice(((0.05, 0.05), (0.2, 0.0), (0.0, 0.1), (0.3, 0.3)))
+    return kwargs
+
+
+def switch(chance: random.Random, *names: str) -> dict[str, str]:
+    """Each of some switches on or off."""
+    return {name if chance.random() < 0.5 else f"no-{name}": "" for name in names}
+
+
+def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, str]:
+    minibatches, epochs = chance.choice((1, 2, 3, 4)), chance.choice((1, 2, 3))
+    steps = minibatches * chance.choice((3, 4, 7, 8, 12))
+    iterations = -(-LEAST // (minibatches * epochs)) + chance.randint(0, 2)
+    flags = {"num-steps": str(steps), "num-minibatches": str(minibatches), "update-epochs": str(epochs)}
+    flags |= switch(chance, "norm-obs", "norm-reward", "clip-vloss", "anneal-lr")
+    flags["norm-adv"] = chance.choice(("minibatch", "batch", "none"))
+    flags["learning-rate"] = chance.choice(("3e-4", "1e-3"))
+    if chance.random() < 0.3:
+        flags["target-kl"], iterations = chance.choice(("0.003", "0.02")), max(iterations, -(-LEAST // minibatches))
+    if script == "ppg":
+        n_pi = chance.choice((1, 2, 3))
+        iterations = -(-iterations // n_pi) * n_pi + chance.choice((0, n_pi - 1))
+        parts = [d for d in range(1, 13) if n_pi * steps % d == 0]
+        flags |= {
+            "n-pi": str(n_pi),
+            "aux-epochs": chance.choice("0122"),
+            "num-aux-minibatches": str(chance.choice(parts)),
+        }
+    return flags | {"total-timesteps": str(iterations * steps * num_envs)}
+
+
+def off_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, str]:
+    n_step = chance.choice((1, 1, 2, 3)) if script == "dqn" else 1
+    starts = num_envs * chance.randint(n_step, 12)
+    frequency, batch = chance.choice((1, 2, 5, num_envs, 2 * num_envs)), chance.choice((1, 3, 8, 17, 64))
+    gradient_steps = chance.randint(LEAST + 1, 50)
+    total = -(-(starts + num_envs + frequency * gradient_steps) // num_envs) * num_envs
+    places = chance.choice((max(n_step, -(-batch // num_envs)) + 3, total // num_envs))
+    flags = {"learning-starts": str(starts), "train-frequency": str(frequency), "batch-size": str(batch)}
+    flags |= {"buffer-size": str(max(places, n_step, -(-batch // num_envs)) * num_envs)}
+    flags |= {"log-every": str(max(1, total // chance.choice((1, 3, 6)))), "total-timesteps": str(total)}
+    flags |= {"target-network-frequency": str(chance.choice((1, 10))), "tau": chance.choice(("0.005", "0.5", "1.0"))}
+    flags |= switch(chance, "prioritized")
+    if script == "dqn":
+        flags |= {"n-step": str(n_step), "loss": chance.choice(("mse", "huber"))} | switch(
+            chance, "double-q", "dueling"
+        )
+        flags |= {"max-grad-norm": chance.choice(("inf", "0.5")), "end-e": chance.choice(("0.05", "0.5"))}
+    else:
+        flags |= switch(chance, "autotune") | {
+            "policy-frequency": chance.choice("123"),
+            "alpha": chance.choice(("1.0", "0.1")),
+        }
+    return flags
+
+
+# Breaks that are known: what each must do to a process that runs a script.
+
+
+def tip() -> float:
+    """A factor that depends on the number of processes, by about a rounding."""
+    return 1 + 1e-6 * int(os.environ.get("WORLD_SIZE", 1))
+
+
+def break_threads() -> None:
+    from common import machine
+
+    machine.threadpool_limits = lambda *_: None
+
+
+def break_alignment() -> None:
+    from common import replay, shards
+
+    shards.to_tensor = replay.to_tensor = lambda array, device: shards.torch.from_numpy(array)
+
+
+def break_acting() -> None:
+    from common import shards
+
+    per_shard = shards.per_shard
+    shards.per_shard = lambda *args: lambda *inputs: per_shard(*args)(*inputs) * tip()
+
+
+def break_normaliser() -> None:
+    from common.normalization import RunningMoments
+
+    std = RunningMoments.std.fget
+    RunningMoments.std = property(lambda self: std(self) * tip())
+
+
+def break_advantages() -> None:
+    from common import normalization
+
+    standardized = normalization.standardized
+    normalization.standardized = lambda *args: [x * tip() for x in standardized(*args)]
+
+
+def break_tree() -> None:
+    from common import shards
+
+    shards.tree_sum = lambda parts: sum(parts[1:], parts[0])
+
+
+def break_masses() -> None:
+    from common.replay import ReplayBuffer
+
+    sum_blocks = ReplayBuffer._sum_blocks
+
+    def broken(self) -> None:
+        touched = bool(self.touched)
+        sum_blocks(self)
+        self.block_sums[:1] *= tip() if touched else 1.0
+
+    ReplayBuffer._sum_blocks = broken
+
+
+def break_evaluation() -> None:
+    from common import episodes
+
+    evaluate = episodes.evaluate
+    episodes.evaluate = lambda act, *rest: evaluate(lambda obs: act(obs) * type(obs[0].flat[0])(tip()), *rest)
+
+
+def break_generator() -> None:
+    from common import checkpoint
+
+    restore = checkpoint.restore
+    skipped = checkpoint.torch.Generator
+    checkpoint.restore = lambda value, saved: None if isinstance(value, skipped) else restore(value, saved)
+
+
+VALUES = """
+_value = Agent.value
+def value(self, *inputs):
+    import fuzz
+    return _value(self, *inputs) * (1.0 if torch.is_grad_enabled() else fuzz.tip())
+Agent.value = value
+"""
+BREAKS = {name.removeprefix("break_"): x for name, x in globals().items() if name.startswith("break_")}
+
+
+# A process that has imported everything, and forks ranks as it is told.
+
+
+def serve() -> None:
+    """Read jobs, lines of JSON, and answer each with the exit codes of its ranks."""
+    import preload  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(launched(**json.loads(line))), flush=True)
+
+
+def launched(script: str, words: list[str], output: str, processes: int, kill: float, run_dir: str, broken: str):
+    """Fork the ranks of a run; `kill`: seconds from its first checkpoint to their end, negative: never."""
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    ranks = []
+    for rank in range(processes):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            start_rank(script, words, output, broken)
+    codes, deadline, checkpoints = {}, time.monotonic() + PATIENCE, Path(run_dir, "checkpoints")
+    while len(codes) < processes:
+        for pid in [pid for pid in ranks if pid not in codes]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        behind = kill >= 0 and any(path.name.isdigit() for path in checkpoints.glob("*"))
+        if time.monotonic() > deadline or behind:
+            time.sleep(kill if behind else 0)
+            kill = -1.0
+            for pid in [pid for pid in ranks if pid not in codes]:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in ranks]
+
+
+def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
+    """In a forked process: what `python script words` does."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        if broken in BREAKS:
+            BREAKS[broken]()
+        sys.argv = [script, *words]
+        runpy.run_path(script, run_name="__main__")
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class Servers:
+    """One such process for each OMP_NUM_THREADS, for this thread."""
+
+    def __init__(self) -> None:
+        self.processes = {}
+
+    def ask(self, threads: str, **job) -> list[int]:
+        if threads not in self.processes:
+            self.processes[threads] = subprocess.Popen(
+                [sys.executable, __file__, "serve"],
+                env=environ(threads),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        server = self.processes[threads]
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())
+
+    def close(self) -> None:
+        for server in self.processes.values():
+            server.stdin.close()
+            server.wait()
+
+
+def environ(threads: str) -> dict[str, str]:
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "KMP_INIT_AT_FORK")}
+    env |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    return env | ({"OMP_NUM_THREADS": threads} if threads else {})
+
+
+# Running a draw.
+
+
+def words_of(draw: Draw, run_dir: Path) -> list[str]:
+    words = [word for name, value in draw.flags.items() for word in (f"--{name}", value) if word]
+    return [*words, "--save-model", "--run-dir", str(run_dir)]
+
+
+def command(draw: Draw, launch: Launch, processes: int, script: Path, run_dir: Path) -> list[str]:
+    python = ["python"]
+    if processes > 1:
+        python = ["torchrun", "--standalone", f"--nproc_per_node={processes}"]
+    variables = [f"OMP_NUM_THREADS={launch.threads}"] if launch.threads else ["-u", "OMP_NUM_THREADS"]
+    resume = ["--resume"] if launch.killed else []
+    return ["env", *variables, "PYTHONPATH=.:tests", *python, str(script), *words_of(draw, run_dir), *resume]
+
+
+def run_of(draw: Draw, launch: Launch, folder: Path, servers: Servers, broken: str) -> Run:
+    """One launch of a draw to its end, where `killed` in two parts."""
+    script, run_dir, output = folder / f"{draw.script}_ddp.py", folder / f"{launch.processes}", folder / "output"
+    source = (ROOT / script.name).read_text()
+    added = EDITS[draw.edit][draw.script] if draw.edit else ""
+    added += VALUES if broken == "values" and draw.script in ("ppo", "ppg") else ""
+    end = '\n\nif __name__ == "__main__":'
+    assert end in source
+    script.write_text(source.replace(end, f"\n{added}{end}"))
+    output.unlink(missing_ok=True)
+    chance, code = random.Random(draw.number), 0
+    parts = [(launch.killed, chance.uniform(0, 0.3))] if launch.killed else []
+    for processes, kill in [*parts, (launch.processes, -1.0)]:
+        if draw.real and kill < 0:
+            words = command(draw, launch, processes, script, run_dir)
+            words = [str(Path(sys.executable).with_name(x)) if x in ("python", "torchrun") else x for x in words]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            process = subprocess.Popen(words, cwd=ROOT, env=environ(""), start_new_session=True, **pipes)
+            done = finish(process, run_dir)
+            code, text = done.code, done.out
+        else:
+            threads = launch.threads or ("1" if processes > 1 else "")  # torchrun sets one where none is set
+            words = words_of(draw, run_dir) + (["--resume"] if launch.killed else [])
+            job = {"script": str(script), "words": words, "output": str(output), "processes": processes}
+            codes = servers.ask(threads, kill=kill, run_dir=str(run_dir), broken=broken, **job)
+            code, text = max(codes, key=abs), output.read_text()
+    return Run(code, text, text, run_dir)
+
+
+def gradient_steps(draw: Draw, run: Run) -> int:
+    """At least so many were taken."""
+    if draw.script in ("ppo", "ppg"):
+        return int(sum(run.column("losses/epochs"))) * int(draw.flags["num-minibatches"])
+    total, starts, each = (int(draw.flags[x]) for x in ("total-timesteps", "learning-starts", "train-frequency"))
+    return total // each - (starts + int(draw.flags["num-envs"])) // each
+
+
+def tried(draw: Draw, servers: Servers, broken: str = "") -> str:
+    """Run all launches -> "same", "refused", "short", or what parts."""
+    with tempfile.TemporaryDirectory() as name:
+        runs = [run_of(draw, launch, Path(name), servers, broken) for launch in draw.launches]
+        codes, text = [run.code for run in runs], "".join(run.out for run in runs)
+        if draw.edit in REFUSED and (set(codes) == {2} or "depend on the number of processes" in text):
+            return "refused"
+        if any(codes):
+            return f"codes {codes}: {text[-3000:]}"
+        if parts := same_run(*runs):
+            return parts
+        return "same" if gradient_steps(draw, runs[0]) >= LEAST else "short"
+
+
+def shrunk(draw: Draw, servers: Servers, broken: str) -> Draw:
+    """The draw with as few flags as it takes to part."""
+    kept = {"shards", "num-envs", "env-id", "env-kwargs", "total-timesteps", "num-steps", "learning-starts"}
+    kept |= {"batch-size", "buffer-size", "num-minibatches", "checkpoint-every"}
+    for name in [name for name in draw.flags if name not in kept]:
+        smaller = replace(draw, flags={x: value for x, value in draw.flags.items() if x != name})
+        if tried(smaller, servers, broken).startswith("part"):
+            draw = smaller
+    return draw
+
+
+@dataclass
+class Args:
+    minutes: float = 30.0
+    """time after which no draw is begun"""
+    draws: int = 10**9
+    """draws after which none is begun"""
+    seed: int = 1
+    """which draws"""
+    only: int | None = None
+    """this draw alone"""
+    broken: str = ""
+    """break the program in this known way, and stop at the first draw that parts"""
+    at_once: int = 2
+    """draws at once"""
+
+
+def main(args: Args) -> int:
+    deadline, counts, results = time.monotonic() + 60 * args.minutes, Counter(), Counter()
+    threads, all_servers = local(), []
+
+    def servers() -> Servers:
+        if not hasattr(threads, "servers"):
+            threads.servers = Servers()
+            all_servers.append(threads.servers)
+        return threads.servers
+
+    def one(number: int) -> tuple[Draw, str, float] | None:
+        begun = time.monotonic()
+        if begun > deadline or results["parts"]:
+            return None
+        draw = drawn(args.seed, number)
+        return draw, tried(draw, servers(), args.broken), time.monotonic() - begun
+
+    numbers = range(min(args.draws, 10**6)) if args.only is None else [args.only]
+    try:
+        with ThreadPoolExecutor(args.at_once) as pool:
+            window = 4 * args.at_once  # asked for ahead
+            waiting, rest = [], iter(numbers)
+            for number in rest:
+                waiting.append(pool.submit(one, number))
+                while waiting and (len(waiting) >= window or number == numbers[-1]):
+                    report(waiting.pop(0).result(), args, counts, results, servers)
+                if results["parts"] or time.monotonic() > deadline:
+                    break
+            for future in waiting:
+                report(future.result(), args, counts, results, servers)
+    finally:
+        for server in all_servers:
+            server.close()
+    for name, values in sorted(counts.items()):
+        print(f"{name}: {values}")
+    print(", ".join(f"{number} {name}" for name, number in results.items()), f"(seed {args.seed})")
+    return int(results["parts"] > 0)
+
+
+def report(done, args: Args, counts: Counter, results: Counter, servers) -> None:
+    if done is None:
+        return
+    draw, result, seconds = done
+    kind = result if result in ("same", "refused", "short") else "parts"
+    results[kind] += 1
+    about = f"draw {draw.number}: {draw.script}{' ' + draw.edit if draw.edit else ''}, {seconds:.1f} s"
+    if kind != "parts":
+        print(f"{about}: {kind}", flush=True)
+        if kind == "same":
+            count_values(draw, counts)
+        return
+    print(f"{about}: {result}", flush=True)
+    if args.broken:
+        return
+    if result.startswith("part"):
+        draw = shrunk(draw, servers(), args.broken)
+    for launch in draw.launches:
+        for processes in filter(None, (launch.killed, launch.processes)):
+            script = Path(f"{draw.script}_ddp.py")
+            print("    ", shlex.join(command(draw, launch, processes, script, Path("runs") / f"{launch.processes}")))
+    if draw.edit:
+        print(f"    with these lines before the last two of the script:{EDITS[draw.edit][draw.script]}", flush=True)
+
+
+def count_values(draw: Draw, counts: Counter) -> None:
+    """Add what a draw had, flag by flag; numbers of many values by their number of digits."""
+    environment = json.loads(draw.flags["env-kwargs"])
+    values = {"script": draw.script, "edit": draw.edit or "none", "launched as a user does": draw.real}
+    values |= {"observations": f"{environment['dtype']}, {len(environment['shape'])}-D"}
+    values |= {
+        "actions": environment.get("action_dtype", "discrete"),
+        "ends": environment["end"],
+        "cuts": environment["cut"],
+    }
+    values["launches"] = " ".join(
+        f"{x.processes}{f' killed on {x.killed}' if x.killed else ''} OMP {x.threads or 'unset'},"
+        for x in draw.launches
+    )
+    many = {"seed", "total-timesteps", "eval-every", "learning-starts", "buffer-size", "log-every", "checkpoint-every"}
+    many |= {"check-sync-every", "env-id", "env-kwargs", "num-steps"}
+    values |= {f"--{name}": value or "on" for name, value in draw.flags.items() if name not in many}
+    for name, value in values.items():
+        counts.setdefault(name, Counter())[value] += 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        sys.exit(main(tyro.cli(Args)))
