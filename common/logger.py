@@ -173,6 +173,7 @@ class Logger:
     def start(self, plan: str) -> None:
         """Print what is about to be run, and start the clock of `time/wall` and `time/SPS`."""
         self.note(plan)
+        self.rng_state, self.told_of_draws = torch.get_rng_state(), False
         self.started = time.perf_counter() - self.wall
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
@@ -180,6 +181,10 @@ class Logger:
 
         Every rank calls with the same losses: where one is not finite, all raise `Fault` after the row.
         """
+        if not self.told_of_draws and not torch.get_rng_state().equal(self.rng_state):
+            self.told_of_draws = True
+            fault = "something drew from torch's default generator, so the numbers depend on the number of processes"
+            self.note(f"step {global_step}: {fault}; draw as README's 'Changing a network' says")
         if self.enabled:
             self._log({"global_step": global_step} | row)
         for name, value in row.items():

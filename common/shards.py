@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.distributed import World
+from common.launch import BadInput
 
 # no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
 
@@ -45,7 +46,10 @@ def average_over_shards(loss: nn.Module, world: World) -> None:
     Each shard of this process has a backward of its own, with gradients zeroed before it; after the last, gradients are
     the means, before, nothing. They are added along a binary tree over the shards' numbers, whose upper levels are
     exchanges between two processes: a + b and b + a are the same bits.
+    Raises `BadInput` for a module that would make the result depend on the number of processes.
     """
+    if world.wraps:
+        require_same_on_any_process(loss)
     if not world.sharded:
         return
     kept: dict[nn.Parameter, list[torch.Tensor]] = {}  # by parameter, because DDP lays its buckets out anew
@@ -70,6 +74,22 @@ def average_over_shards(loss: nn.Module, world: World) -> None:
         return future
 
     loss.register_comm_hook(None, hook)
+
+
+def require_same_on_any_process(loss: nn.Module) -> None:
+    """Raise `BadInput` for a module of which each process would have other random numbers, or other statistics."""
+    for name, module in loss.named_modules():
+        kind, fault = type(module).__name__, ""
+        if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) or getattr(module, "dropout", 0.0):
+            fault = "draws for each process alone; leave it out, or draw as README's 'Changing a network' says"
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False):
+            fault = "keeps statistics of each process alone; take nn.LayerNorm"
+        elif kind == "_SpectralNorm":
+            fault = "changes at each forward pass, and processes make other numbers of these; leave it out"
+        if fault and module.training:
+            raise BadInput(
+                f"{name.removeprefix('module.')}: {kind} {fault} (one process without --shards may have it)."
+            )
 
 
 def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -28,15 +28,22 @@ import time
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import local
+from threading import Lock
 
 import tyro
 
 from runs import PATIENCE, ROOT, Run, finish, free_port, same_run
 
 LEAST = 20  # gradient steps of a draw that counts
+VARIABLES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")  # imitate a processor
+PROCESSORS = {
+    "this": {},
+    "Haswell": dict(zip(VARIABLES, ("Haswell", "avx2", "AVX2", "AVX2"), strict=True)),
+    "Haswell for numpy": {"OPENBLAS_CORETYPE": "Haswell"},
+    "old": dict(zip(VARIABLES, ("Nehalem", "default", "SSE41", "COMPATIBLE"), strict=True)),
+}
 
 # Lines that are added to a script, before it starts: edits that a user may make.
 SCALED = """
@@ -53,16 +60,36 @@ class {0}(_Linear):
         return {1}
 nn.Linear = {0}
 """
+NOISE = """
+_forward = {0}.forward
+def forward(self, *inputs):
+    torch.randn(1)
+    return _forward(self, *inputs)
+{0}.forward = forward
+"""
+DROPOUT = """
+_Linear = nn.Linear
+class Dropped(_Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.drop = nn.Dropout(0.1)
+    def forward(self, x):
+        return self.drop(super().forward(x))
+nn.Linear = Dropped
+"""
+LOSSES = {"ppo": "PPOLoss", "ppg": "PPOLoss", "dqn": "TDLoss", "sac": "CriticLoss"}
 EDITS = {
-    "scaled output": {name: SCALED.format(network) for name, network in (("dqn", "QNetwork"), ("sac", "Actor"))},
-    "layer of its own": dict.fromkeys(
-        ("ppo", "ppg", "dqn", "sac"), LAYER.format("Mine", "super().forward(x).sin() + x.mean(-1, keepdim=True)")
+    "scaled output": {"dqn": SCALED.format("QNetwork"), "sac": SCALED.format("Actor")},
+    "layer that numpy does not know": dict.fromkeys(
+        LOSSES, LAYER.format("Mine", "torch.special.bessel_j0(super().forward(x)) + x.mean(-1, keepdim=True)")
     ),
-    "dropout": dict.fromkeys(
-        ("ppo", "ppg", "dqn", "sac"), LAYER.format("Dropped", "nn.functional.dropout(super().forward(x), 0.1)")
-    ),
+    "dropout": dict.fromkeys(LOSSES, DROPOUT),
+    "unseeded draws": {script: NOISE.format(loss) for script, loss in LOSSES.items()},
 }
-REFUSED = ("dropout",)  # edits that end in a refusal, or in a line that says that the bytes depend on the processes
+REFUSED = (
+    "dropout",
+    "unseeded draws",
+)  # edits that end in a refusal, or in a line that says that the bytes depend on the processes
 
 
 @dataclass
@@ -79,8 +106,8 @@ class Draw:
     flags: dict[str, str]
     edit: str
     launches: list[Launch]
-    real: bool = False
-    counts: Counter = field(default_factory=Counter)
+    processor: str  # that is imitated
+    real: bool  # launched as a user does
 
 
 def drawn(seed: int, number: int) -> Draw:
@@ -97,7 +124,7 @@ def drawn(seed: int, number: int) -> Draw:
     if image:
         flags.pop("norm-obs", None)
     total = int(flags["total-timesteps"])
-    if chance.random() < 0.7:
+    if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
         flags["eval-episodes"] = str(chance.randint(1, 2 * shards))
     else:
@@ -117,11 +144,12 @@ def drawn(seed: int, number: int) -> Draw:
             victim.killed = chance.choice([n for n in others if n != victim.processes])
     edits = [name for name in EDITS if script in EDITS[name]]
     edit = chance.choice(edits) if chance.random() < 0.0 and not image else ""
-    return Draw(number, script, flags, edit, launches, real=number % 10 == 9)
+    processor = chance.choices(list(PROCESSORS), (60, 15, 15, 10))[0]
+    return Draw(number, script, flags, edit, launches, processor, real=number % 10 == 9)
 
 
 def environment(chance: random.Random, script: str, image: bool) -> dict:
-    kwargs = {"dtype": chance.choice(("float32", "float32", "float64", "uint8"))}
+    kwargs = {"dtype": chance.choice(("float32", "float32", "float32", "float64", "uint8"))}
     if image:
         kwargs["shape"] = chance.choice(((10, 10, 3), (12, 9, 4), (7, 16, 2), (36, 40, 3), (44, 44, 1)))
     else:
@@ -272,19 +300,28 @@ Agent.value = value
 BREAKS = {name.removeprefix("break_"): x for name, x in globals().items() if name.startswith("break_")}
 
 
-# A process that has imported everything, and forks ranks as it is told.
+# Processes that have imported everything, and fork ranks as they are told.
 
 
 def serve() -> None:
-    """Read jobs, lines of JSON, and answer each with the exit codes of its ranks."""
+    """Read jobs, lines of JSON, and let a process of its own do each."""
     import preload  # noqa: F401
 
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        print(json.dumps(launched(**json.loads(line))), flush=True)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            launched(**json.loads(line))
+            os._exit(0)
 
 
-def launched(script: str, words: list[str], output: str, processes: int, kill: float, run_dir: str, broken: str):
-    """Fork the ranks of a run; `kill`: seconds from its first checkpoint to their end, negative: never."""
+def launched(
+    script: str, words: list[str], output: str, processes: int, kill: float, run_dir: str, broken: str, reply: str
+) -> None:
+    """Fork the ranks of a run, and leave their exit codes in the file `reply`.
+
+    `kill`: seconds from its first checkpoint to their end; negative: never.
+    """
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     ranks = []
@@ -306,7 +343,8 @@ def launched(script: str, words: list[str], output: str, processes: int, kill: f
             for pid in [pid for pid in ranks if pid not in codes]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    return [codes[pid] for pid in ranks]
+    Path(f"{reply}.part").write_text(json.dumps([codes[pid] for pid in ranks]))
+    os.replace(f"{reply}.part", reply)
 
 
 def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
@@ -327,24 +365,26 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
 
 
 class Servers:
-    """One such process for each OMP_NUM_THREADS, for this thread."""
+    """Such a process for each OMP_NUM_THREADS and each processor that is imitated, started when it is asked for."""
 
     def __init__(self) -> None:
-        self.processes = {}
+        self.processes, self.lock = {}, Lock()
 
-    def ask(self, threads: str, **job) -> list[int]:
-        if threads not in self.processes:
-            self.processes[threads] = subprocess.Popen(
-                [sys.executable, __file__, "serve"],
-                env=environ(threads),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        server = self.processes[threads]
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        return json.loads(server.stdout.readline())
+    def ask(self, threads: str, processor: str, reply: Path, **job) -> list[int]:
+        """The exit codes of a job's ranks."""
+        reply.unlink(missing_ok=True)
+        with self.lock:
+            if (threads, processor) not in self.processes:
+                words = [sys.executable, __file__, "serve"]
+                env = environ(threads, processor)
+                self.processes[threads, processor] = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, text=True)
+            server = self.processes[threads, processor]
+            server.stdin.write(json.dumps(job | {"reply": str(reply)}) + "\n")
+            server.stdin.flush()
+        while not reply.exists():
+            assert server.poll() is None, "a server ended"
+            time.sleep(0.02)
+        return json.loads(reply.read_text())
 
     def close(self) -> None:
         for server in self.processes.values():
@@ -352,11 +392,10 @@ class Servers:
             server.wait()
 
 
-def environ(threads: str) -> dict[str, str]:
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "KMP_INIT_AT_FORK")}
-    env |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-    return env | ({"OMP_NUM_THREADS": threads} if threads else {})
+def environ(threads: str, processor: str) -> dict[str, str]:
+    env = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS" and name not in VARIABLES}
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))), "CUDA_VISIBLE_DEVICES": ""}
+    return env | PROCESSORS[processor] | ({"OMP_NUM_THREADS": threads} if threads else {})
 
 
 # Running a draw.
@@ -373,6 +412,7 @@ def command(draw: Draw, launch: Launch, processes: int, script: Path, run_dir: P
         python = ["torchrun", "--standalone", f"--nproc_per_node={processes}"]
     variables = [f"OMP_NUM_THREADS={launch.threads}"] if launch.threads else ["-u", "OMP_NUM_THREADS"]
     resume = ["--resume"] if launch.killed else []
+    variables += [f"{name}={x}" for name, x in PROCESSORS[draw.processor].items()]
     return ["env", *variables, "PYTHONPATH=.:tests", *python, str(script), *words_of(draw, run_dir), *resume]
 
 
@@ -393,14 +433,15 @@ def run_of(draw: Draw, launch: Launch, folder: Path, servers: Servers, broken: s
             words = command(draw, launch, processes, script, run_dir)
             words = [str(Path(sys.executable).with_name(x)) if x in ("python", "torchrun") else x for x in words]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            process = subprocess.Popen(words, cwd=ROOT, env=environ(""), start_new_session=True, **pipes)
+            process = subprocess.Popen(words, cwd=ROOT, env=environ("", "this"), start_new_session=True, **pipes)
             done = finish(process, run_dir)
             code, text = done.code, done.out
         else:
             threads = launch.threads or ("1" if processes > 1 else "")  # torchrun sets one where none is set
             words = words_of(draw, run_dir) + (["--resume"] if launch.killed else [])
             job = {"script": str(script), "words": words, "output": str(output), "processes": processes}
-            codes = servers.ask(threads, kill=kill, run_dir=str(run_dir), broken=broken, **job)
+            job |= {"kill": kill, "run_dir": str(run_dir), "broken": broken}
+            codes = servers.ask(threads, draw.processor, folder / "reply", **job)
             code, text = max(codes, key=abs), output.read_text()
     return Run(code, text, text, run_dir)
 
@@ -455,48 +496,38 @@ class Args:
 
 
 def main(args: Args) -> int:
-    deadline, counts, results = time.monotonic() + 60 * args.minutes, Counter(), Counter()
-    threads, all_servers = local(), []
+    deadline, counts, results = time.monotonic() + 60 * args.minutes, {}, Counter()
+    numbers = iter(range(args.draws) if args.only is None else [args.only])
+    servers, lock = Servers(), Lock()
 
-    def servers() -> Servers:
-        if not hasattr(threads, "servers"):
-            threads.servers = Servers()
-            all_servers.append(threads.servers)
-        return threads.servers
+    def work() -> None:
+        """Try one draw after another, until one parts."""
+        while time.monotonic() < deadline and not results["parts"]:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            draw, begun = drawn(args.seed, number), time.monotonic()
+            result = tried(draw, servers, args.broken)
+            with lock:
+                report(draw, result, time.monotonic() - begun, args, counts, results, servers)
 
-    def one(number: int) -> tuple[Draw, str, float] | None:
-        begun = time.monotonic()
-        if begun > deadline or results["parts"]:
-            return None
-        draw = drawn(args.seed, number)
-        return draw, tried(draw, servers(), args.broken), time.monotonic() - begun
-
-    numbers = range(min(args.draws, 10**6)) if args.only is None else [args.only]
     try:
         with ThreadPoolExecutor(args.at_once) as pool:
-            window = 4 * args.at_once  # asked for ahead
-            waiting, rest = [], iter(numbers)
-            for number in rest:
-                waiting.append(pool.submit(one, number))
-                while waiting and (len(waiting) >= window or number == numbers[-1]):
-                    report(waiting.pop(0).result(), args, counts, results, servers)
-                if results["parts"] or time.monotonic() > deadline:
-                    break
-            for future in waiting:
-                report(future.result(), args, counts, results, servers)
+            for future in [pool.submit(work) for _ in range(args.at_once)]:
+                future.result()
     finally:
-        for server in all_servers:
-            server.close()
+        servers.close()
     for name, values in sorted(counts.items()):
-        print(f"{name}: {values}")
+        print(f"{name}: {', '.join(f'{value} {number}' for value, number in sorted(values.items()))}")
     print(", ".join(f"{number} {name}" for name, number in results.items()), f"(seed {args.seed})")
     return int(results["parts"] > 0)
 
 
-def report(done, args: Args, counts: Counter, results: Counter, servers) -> None:
-    if done is None:
-        return
-    draw, result, seconds = done
+def report(
+    draw: Draw, result: str, seconds: float, args: Args, counts: dict[str, Counter], results: Counter, servers: Servers
+) -> None:
+    """Print and count what a draw gave; where it parts, the commands that show it again, with fewer flags."""
     kind = result if result in ("same", "refused", "short") else "parts"
     results[kind] += 1
     about = f"draw {draw.number}: {draw.script}{' ' + draw.edit if draw.edit else ''}, {seconds:.1f} s"
@@ -509,7 +540,7 @@ def report(done, args: Args, counts: Counter, results: Counter, servers) -> None
     if args.broken:
         return
     if result.startswith("part"):
-        draw = shrunk(draw, servers(), args.broken)
+        draw = shrunk(draw, servers, args.broken)
     for launch in draw.launches:
         for processes in filter(None, (launch.killed, launch.processes)):
             script = Path(f"{draw.script}_ddp.py")
@@ -518,20 +549,21 @@ def report(done, args: Args, counts: Counter, results: Counter, servers) -> None
         print(f"    with these lines before the last two of the script:{EDITS[draw.edit][draw.script]}", flush=True)
 
 
-def count_values(draw: Draw, counts: Counter) -> None:
+def count_values(draw: Draw, counts: dict[str, Counter]) -> None:
     """Add what a draw had, flag by flag; numbers of many values by their number of digits."""
     environment = json.loads(draw.flags["env-kwargs"])
-    values = {"script": draw.script, "edit": draw.edit or "none", "launched as a user does": draw.real}
+    values = {"script": draw.script, "edit": draw.edit or "none", "launched as a user does": str(draw.real)}
     values |= {"observations": f"{environment['dtype']}, {len(environment['shape'])}-D"}
     values |= {
         "actions": environment.get("action_dtype", "discrete"),
-        "ends": environment["end"],
-        "cuts": environment["cut"],
+        "terminations": str(environment["end"]),
+        "truncations": str(environment["cut"]),
     }
-    values["launches"] = " ".join(
-        f"{x.processes}{f' killed on {x.killed}' if x.killed else ''} OMP {x.threads or 'unset'},"
-        for x in draw.launches
-    )
+    values["processor"] = draw.processor
+    values["killed on, then on"] = ", ".join(f"{x.killed}, {x.processes}" for x in draw.launches if x.killed) or "none"
+    for launch, name in zip(draw.launches, ("OMP_NUM_THREADS of python", "OMP_NUM_THREADS of torchrun"), strict=True):
+        values[name] = launch.threads or "unset"
+    values["processes"] = str(draw.launches[1].processes)
     many = {"seed", "total-timesteps", "eval-every", "learning-starts", "buffer-size", "log-every", "checkpoint-every"}
     many |= {"check-sync-every", "env-id", "env-kwargs", "num-steps"}
     values |= {f"--{name}": value or "on" for name, value in draw.flags.items() if name not in many}

@@ -6,13 +6,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import ppo_ddp
 from common.distributed import World
 from common.launch import BadInput
 from common.normalization import RunningMoments, standardized
 from common.replay import BLOCK, ReplayBuffer
-from common.shards import per_shard, to_tensor, tree_sum
+from common.shards import average_over_shards, per_shard, to_tensor, tree_sum
 from runs import run
 
 PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
@@ -130,6 +131,41 @@ def test_shards_that_do_not_fit_the_processes_are_refused(world_size, shards, sa
         monkeypatch.setenv(name, str(value))
     with pytest.raises(BadInput, match=f"^--shards {shards}: must be {said}"):
         ppo_ddp.World(False, shards)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Dropout(0.1),
+        nn.RReLU(),
+        nn.BatchNorm1d(2),
+        nn.InstanceNorm1d(2, track_running_stats=True),
+        nn.LSTM(2, 2, 2, dropout=0.1),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_a_module_that_each_process_would_have_otherwise_is_refused_by_name(module):
+    """With --shards or on several processes; not where it does nothing (`eval`), nor on one process without."""
+    loss = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
+    with pytest.raises(BadInput, match=r"^1\.0.*: \w+ (draws|keeps|changes)"):
+        average_over_shards(loss, World(False, 2))
+    average_over_shards(loss, World(False))
+    module.eval()
+    loss.register_comm_hook = lambda *_: None
+    average_over_shards(loss, World(False, 2))
+
+
+def test_draws_from_the_default_generator_are_told_once(tmp_path, monkeypatch, capfd):
+    """In one line, with the way that keeps the promise; a run that draws nothing there says nothing."""
+    settings = {"num_steps": 16, "total_timesteps": 192, "eval_every": 0, "cuda": False}
+    ppo_ddp.main(ppo_ddp.Args(**settings, run_dir=str(tmp_path / "a")))
+    assert "default generator" not in capfd.readouterr().out
+    forward = ppo_ddp.PPOLoss.forward
+    monkeypatch.setattr(ppo_ddp.PPOLoss, "forward", lambda *inputs: (torch.randn(1), forward(*inputs))[1])
+    ppo_ddp.main(ppo_ddp.Args(**settings, run_dir=str(tmp_path / "b")))
+    told = [line for line in capfd.readouterr().out.splitlines() if "default generator" in line]
+    assert len(told) == 1 and told[0].startswith("step 64: something drew") and "'Changing a network'" in told[0]
 
 
 def test_sums_are_those_of_a_tree():
