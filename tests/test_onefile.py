@@ -97,6 +97,28 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("place", ["helper.py", "helper/__init__.py", "helper/nets.py"])
+def test_a_module_beside_the_script_is_refused(place, tmp_path, monkeypatch):
+    """By its name, wherever it is imported; a folder that wandb makes is none, and nothing of common/ is."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("class Swish:\n    pass\n")
+    script, module = tmp_path / "edited.py", "helper.nets" if "nets" in place else "helper"
+    said = r"edited\.py, line \d+: the module helper stands beside the script, and the new file would still need it\."
+    for import_ in (f"from {module} import Swish", f"import {module}", f"def f():\n    import {module} as h"):
+        script.write_text(changed(("import tyro\n", f"import tyro\n{import_}\n")))
+        with pytest.raises(BadInput, match=said):
+            one_file(script, "mine.py")
+    script.write_text(changed(("import tyro\n", "import tyro\nimport wandb\n")))
+    assert "\nimport wandb\n" in one_file(script, "mine.py")
+    shutil.copytree(common.onefile.COMMON, tmp_path / "common")
+    monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
+    with open(tmp_path / "common" / "periods.py", "a") as file:
+        file.write(f"\n\ndef f():\n    import {module}\n")
+    with pytest.raises(BadInput, match=said.replace("edited", "periods")):
+        one_file(script, "mine.py")
+
+
 def test_what_a_script_does_when_imported_stays(tmp_path, monkeypatch):
     """Imports for what they do, settings made at the top, a name made in a block, modules of one package.
 
