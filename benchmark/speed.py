@@ -3,6 +3,7 @@
     python -m benchmark.speed                 # all rows
     python -m benchmark.speed --rows 1 7 --repetitions 5
     python -m benchmark.speed --rows 12 13 14 15 16 17    # on a GPU
+    python -m benchmark.speed --against HEAD~3 --repetitions 5    # this tree beside an older commit, without the peer
 
 The first run installs the peer into benchmark/.peer (this alone needs the internet); rows 10 and 11 need EnvPool.
 Rows 12 to 17 run CleanRL's and LeanRL's files as they stand (see benchmark/peer_file.py), from clones in
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,10 +44,23 @@ QUIET = "--eval-every 0 --check-sync-every 0"
 
 @dataclass
 class Args:
-    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], ...] = tuple(range(1, 12))
-    """which rows of the table; from 12 on they are of a GPU"""
+    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], ...] = ()
+    """which rows of the table, 1 to 11 if left out (with --against 1, 3, 5 and 6); from 12 on they are of a GPU"""
     repetitions: int = 3
     """interleaved repetitions of each work"""
+    against: str = ""
+    """a commit: compare our scripts in this tree with those of that commit, instead of with the peer"""
+    keep_omp: bool = False
+    """with --against: leave OMP_NUM_THREADS as you have it, set or unset, instead of setting each work's threads"""
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or ((1, 3, 5, 6) if self.against else tuple(range(1, 12)))
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions {self.repetitions}: must be at least 1.")
+        if self.against and set(self.rows) & {7, 8, 9}:
+            raise ValueError("--rows: 7, 8 and 9 measure no steps per second; leave them out with --against.")
+        if self.keep_omp and not self.against:
+            raise ValueError("--keep-omp: needs --against.")
 
 
 @dataclass
@@ -81,16 +96,23 @@ def fetch_peers() -> None:
             subprocess.run(["git", "-C", folder, "checkout", "--quiet", commit], check=True)
 
 
-def timed(command: list[str], threads: int, gpu: bool = False) -> tuple[str, float, float]:
+def timed(
+    command: list[str], threads: int, gpu: bool = False, root: Path = ROOT, keep_omp: bool = False
+) -> tuple[str, float, float]:
     """Run to the end -> output, peak memory (MB) of the largest process, seconds."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": path} | ({} if keep_omp else {"OMP_NUM_THREADS": str(threads)})
     if not gpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
         wall = time.perf_counter() - start
         out.seek(0)
         output = out.read()
@@ -99,12 +121,20 @@ def timed(command: list[str], threads: int, gpu: bool = False) -> tuple[str, flo
     return output, usage.ru_maxrss / 1024, wall
 
 
-def ours(script: str, flags: str, processes: int = 1, threads: int = 1, gpu: bool = False) -> Measure:
+def ours(
+    script: str,
+    flags: str,
+    processes: int = 1,
+    threads: int = 1,
+    gpu: bool = False,
+    root: Path = ROOT,
+    keep_omp: bool = False,
+) -> Measure:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     launch = launch if processes > 1 else [sys.executable]
     with tempfile.TemporaryDirectory() as folder:
         words = f"{flags} {QUIET} --num-threads {threads} --run-dir {folder}/run".split()
-        _, memory, wall = timed([*launch, str(ROOT / script), *words], threads, gpu)
+        _, memory, wall = timed([*launch, str(root / script), *words], threads, gpu, root, keep_omp)
         with open(f"{folder}/run/metrics.csv", newline="") as file:
             rows = [(int(row["global_step"]), float(row["time/wall"])) for row in csv.DictReader(file)]
     (s0, t0), (s1, t1) = rows[max(1, len(rows) // 8)], rows[-1]
@@ -176,36 +206,36 @@ DQN_BREAKOUT += " --learning-rate 1e-4 --end-e 0.01 --exploration-fraction 0.1"
 CARTPOLE = "--total-timesteps 100000 --no-norm-reward"
 WORKS = {
     1: {
-        "peer": lambda: peer("ppo-cartpole", 60_000),
-        "ours": lambda: ours("ppo_ddp.py", CARTPOLE),
-        "ours, --compile": lambda: ours("ppo_ddp.py", f"{CARTPOLE} --compile"),
+        "peer": partial(peer, "ppo-cartpole", 60_000),
+        "ours": partial(ours, "ppo_ddp.py", CARTPOLE),
+        "ours, --compile": partial(ours, "ppo_ddp.py", f"{CARTPOLE} --compile"),
     },
     2: {
-        "1 rank, 4 envs, DDP": lambda: ours("benchmark/one_rank_ddp.py", CARTPOLE),
-        "2 ranks, 4 envs each": lambda: ours("ppo_ddp.py", f"{CARTPOLE} --num-envs 8", 2),
-        "1 rank, 8 envs": lambda: ours("ppo_ddp.py", f"{CARTPOLE} --num-envs 8"),
+        "1 rank, 4 envs, DDP": partial(ours, "benchmark/one_rank_ddp.py", CARTPOLE),
+        "2 ranks, 4 envs each": partial(ours, "ppo_ddp.py", f"{CARTPOLE} --num-envs 8", 2),
+        "1 rank, 8 envs": partial(ours, "ppo_ddp.py", f"{CARTPOLE} --num-envs 8"),
     },
     3: {
-        "peer t1": lambda: peer("ppo-breakout", 10_240, 1),
-        "ours t1": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
-        "peer t2": lambda: peer("ppo-breakout", 10_240, 2),
-        "ours t2": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 2),
+        "peer t1": partial(peer, "ppo-breakout", 10_240, 1),
+        "ours t1": partial(ours, "ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
+        "peer t2": partial(peer, "ppo-breakout", 10_240, 2),
+        "ours t2": partial(ours, "ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 2),
     },
     4: {
-        "1 rank of 8 envs": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
-        "2 ranks of 8 envs": lambda: ours("ppo_ddp.py", f"{BREAKOUT} 16 --total-timesteps 20480", 2, 1),
+        "1 rank of 8 envs": partial(ours, "ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
+        "2 ranks of 8 envs": partial(ours, "ppo_ddp.py", f"{BREAKOUT} 16 --total-timesteps 20480", 2, 1),
     },
     5: {
-        "peer": lambda: peer("dqn-cartpole", 40_000),
-        "ours": lambda: ours(
-            "dqn_ddp.py", "--num-envs 1 --train-frequency 10 --learning-starts 1000 --total-timesteps 80000"
+        "peer": partial(peer, "dqn-cartpole", 40_000),
+        "ours": partial(
+            ours, "dqn_ddp.py", "--num-envs 1 --train-frequency 10 --learning-starts 1000 --total-timesteps 80000"
         ),
     },
     6: {
-        "peer t1": lambda: peer("sac-hopper", 2_400, 1),
-        "ours t1": lambda: ours("sac_ddp.py", HOPPER, 1, 1),
-        "peer t2": lambda: peer("sac-hopper", 2_400, 2),
-        "ours t2": lambda: ours("sac_ddp.py", HOPPER, 1, 2),
+        "peer t1": partial(peer, "sac-hopper", 2_400, 1),
+        "ours t1": partial(ours, "sac_ddp.py", HOPPER, 1, 1),
+        "peer t2": partial(peer, "sac-hopper", 2_400, 2),
+        "ours t2": partial(ours, "sac_ddp.py", HOPPER, 1, 2),
     },
     7: {"peer": peer_start, "ours": our_start},
     10: pools("CartPole-v1", 8, 100_000) | pools("CartPole-v1", 64, 400_000),
@@ -309,11 +339,40 @@ def replay_latency(repetitions: int) -> None:
         print(f"  {name:22}{1000 * statistics.median(values):.3f} ms", flush=True)
 
 
+def compare(args: Args) -> None:
+    """Run each work of ours by this tree and by a commit, in turn, and print ratios of their steps per second."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive, tree = f"{folder}/tree.tar", Path(folder) / "tree"
+        made = subprocess.run(
+            ["git", "-C", ROOT, "archive", "-o", archive, args.against], capture_output=True, text=True
+        )
+        if made.returncode:
+            sys.exit(f"error: --against {args.against}: {made.stderr.strip()}")
+        shutil.unpack_archive(archive, tree)
+        for row in args.rows:
+            works = {name: work for name, work in WORKS[row].items() if work.func is ours}
+            ratios: dict[str, list[float]] = {name: [] for name in works}
+            print(f"\nrow {row}: {NAMES[row]}, steps per second of this tree / of {args.against}")
+            for repetition in range(args.repetitions):
+                for name, work in works.items():
+                    roots = (ROOT, tree) if repetition % 2 == 0 else (tree, ROOT)
+                    sps = {root: work(root=root, keep_omp=args.keep_omp).sps for root in roots}
+                    ratios[name].append(sps[ROOT] / sps[tree])
+                    print(f"  {name:22}{sps[ROOT]:.0f} / {sps[tree]:.0f} = {ratios[name][-1]:.3f}", flush=True)
+            for name, r in ratios.items():
+                print(
+                    f"  {name:22}median {statistics.median(r):.3f} [{min(r):.3f}, {max(r):.3f}] of {len(r)}", flush=True
+                )
+
+
 def main(args: Args) -> None:
     if set(args.rows) & {10, 11, 12, 13} and find_spec("envpool") is None:
         sys.exit("error: --rows: 10 to 13 need EnvPool: pip install envpool==1.2.5")
     if set(args.rows) & set(GPU) and not torch.cuda.is_available():
         sys.exit("error: --rows: 12 to 17 need a GPU; leave them out.")
+    if args.against:
+        compare(args)
+        return
     if set(args.rows) & {1, 3, 5, 6, 7}:
         install_peer()
     if set(args.rows) & set(GPU):

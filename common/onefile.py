@@ -12,6 +12,7 @@ import dis
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType
 
@@ -59,6 +60,8 @@ class Source:
 
     def _check_imports(self, statement: ast.stmt) -> None:
         """Raise `BadInput` for imports that cannot be followed."""
+        folder = self.path.resolve().parent
+        folder = folder.parent if folder == COMMON.resolve() else folder  # that of the script
         for node in ast.walk(statement):
             at = f"{self.path}, line {getattr(node, 'lineno', 0)}"
             plain = node is statement and isinstance(node, ast.ImportFrom)
@@ -70,6 +73,13 @@ class Source:
                 raise BadInput(f"{at}: import names from common's files one by one, at the top, by their own names.")
             if any(alias.name == "*" for alias in names) or getattr(node, "level", 0):
                 raise BadInput(f"{at}: import names one by one, from modules by their full names.")
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in names]
+            for module in (module.split(".")[0] for module in modules):
+                if module != "common" and is_beside(module, folder):
+                    raise BadInput(
+                        f"{at}: the module {module} stands beside the script, and the new file would still need it. "
+                        f"Move it into common/ (from common.{module} import ...), or copy what you use into the script."
+                    )
 
     @property
     def effects(self) -> list[int]:
@@ -90,6 +100,13 @@ class Source:
 
 def is_ours(module: str) -> bool:
     return module.split(".")[0] == "common"
+
+
+def is_beside(module: str, folder: Path) -> bool:
+    """True if Python, started with a script of this folder, takes the module from there."""
+    spec = PathFinder.find_spec(module, [str(folder), *sys.path])
+    places = [spec.origin, *(spec.submodule_search_locations or [])] if spec else []
+    return any(Path(place).parent == folder for place in places if place)
 
 
 def only_for_types(statement: ast.stmt) -> bool:
@@ -139,7 +156,8 @@ def loads(code: CodeType) -> Iterator[str]:
 def one_file(script: Path, name: str) -> str:
     """The text of one file that does what `script` does; `name` is what that file is to be called.
 
-    Raises `BadInput` where two parts have the same name, and for imports that it does not understand.
+    Raises `BadInput` where two parts have the same name, for imports that it does not understand, and for those of a
+    module beside the script.
     """
     sources, wanted, imports, order = {"": Source(script)}, {}, {}, []
 

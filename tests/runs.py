@@ -173,6 +173,15 @@ def forked(target: Callable, arguments: tuple, env: Mapping[str, str], output: P
     target(*arguments)
 
 
+def edited(name: str, text: str, *edits: tuple[str, str]) -> str:
+    """The text of the file `name` after (old, new) replacements; raises where one of them changes nothing."""
+    for old, new in edits:
+        before, text = text, text.replace(old, new)
+        if text == before:
+            raise LookupError(f"{name}: there is no {old!r} to replace with {new!r}.")
+    return text
+
+
 def assert_close(a: Run, b: Run, relative: float = 1e-9, absolute: float = 1e-11) -> None:
     """Every metric column and every parameter within |a - b| <= relative max(|a|, |b|) + absolute."""
     assert len(a.rows) == len(b.rows)

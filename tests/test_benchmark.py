@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from benchmark import plot, scaling
+from benchmark import plot, scaling, speed
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
 from common.launch import BadInput
@@ -228,6 +230,93 @@ def test_a_failed_run_is_reported_with_its_log(tmp_path):
     for size in (1, 2):
         report = output.split(f"NoSuchEnv-v0__ppo_ddp-short__w{size}__s3 failed; the end of ")[1].split("\n\n")[0]
         assert "    error: --env-id NoSuchEnv-v0" in report
+
+
+SPEED = """
+import os, sys, time
+import settings
+from settings import SECONDS
+
+assert settings.__file__ == os.path.join(os.path.dirname(os.path.dirname(__file__)), "settings.py")
+with open(os.environ["NOTES"], "a") as file:
+    print(SECONDS, os.environ.get("OMP_NUM_THREADS"), file=file)
+if "WAIT" in os.environ:
+    time.sleep(1000)
+run_dir = sys.argv[sys.argv.index("--run-dir") + 1]
+os.mkdir(run_dir)
+with open(f"{run_dir}/metrics.csv", "w") as file:
+    file.write("global_step,time/wall\\n" + "".join(f"{100 * i},{SECONDS * i}\\n" for i in range(1, 4)))
+"""
+
+
+def repository(folder: Path) -> Path:
+    """A script that says 50 steps per second in the only commit, and 100 in the tree; and a folder for what is made."""
+    (folder / "benchmark").mkdir()
+    for name, text in {"benchmark/script.py": SPEED, "settings.py": "SECONDS = 2"}.items():
+        (folder / name).write_text(text)
+    author = "-c user.name=a -c user.email=a@b -c core.hooksPath=none".split()
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", folder, *words], check=True)
+    (folder / "settings.py").write_text("SECONDS = 1")
+    (folder / "temporary").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("keep, own, seen", [(False, "7", "3"), (True, "7", "7"), (True, None, "None")])
+def test_a_tree_is_compared_with_a_commit(keep, own, seen, tmp_path, monkeypatch, capsys):
+    """In turn, each with its own modules and without the peer; ratios by hand; nothing is left."""
+    monkeypatch.setattr(speed, "ROOT", repository(tmp_path))
+    works = {"peer": partial(speed.peer, "none", 1), "ours": partial(speed.ours, "benchmark/script.py", "", 1, 3)}
+    monkeypatch.setattr(speed, "WORKS", {5: works})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    if own is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    speed.main(speed.Args(rows=(5,), repetitions=3, against="HEAD", keep_omp=keep))
+    title, *pairs, median = capsys.readouterr().out.strip().splitlines()
+    assert title == "row 5: DQN CartPole, steps per second of this tree / of HEAD"
+    assert [line.split() for line in pairs] == ["ours 100 / 50 = 2.000".split()] * 3
+    assert median.split() == "ours median 2.000 [2.000, 2.000] of 3".split()
+    order = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    assert order == [[seconds, seen] for seconds in "122112"]
+    with pytest.raises(SystemExit, match="^error: --against nosuch: fatal: .*nosuch"):
+        speed.main(speed.Args(against="nosuch"))
+    assert not any((tmp_path / "temporary").iterdir())
+
+
+def test_settings_of_a_comparison_are_checked():
+    assert speed.Args(against="HEAD").rows == (1, 3, 5, 6) and speed.Args().rows == tuple(range(1, 12))
+    settings = {"--rows: 7, 8 and 9": {"rows": (1, 8), "against": "HEAD"}, "--keep-omp: needs": {"keep_omp": True}}
+    for said, given in (settings | {"--repetitions 0: must be at least 1": {"repetitions": 0}}).items():
+        with pytest.raises(ValueError, match=f"^{said}"):
+            speed.Args(**given)
+
+
+INTERRUPTED = """
+import signal, sys
+from functools import partial
+from pathlib import Path
+from benchmark import speed
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & would have it ignored
+speed.ROOT, speed.WORKS = Path(sys.argv[1]), {5: {"ours": partial(speed.ours, "benchmark/script.py", "")}}
+speed.main(speed.Args(rows=(5,), against="HEAD"))
+"""
+
+
+def test_an_interrupted_comparison_leaves_nothing(tmp_path):
+    """Neither the commit's files nor a run."""
+    temporary, notes = repository(tmp_path) / "temporary", tmp_path / "notes"
+    env = os.environ | {"TMPDIR": str(temporary), "NOTES": str(notes), "WAIT": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(tmp_path)], env=env, stderr=subprocess.PIPE)
+    wait_until(lambda: notes.exists() and notes.read_text(), process)
+    family = descendants(process)
+    assert len(family) == 2 and any(temporary.iterdir())
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE)
+    assert not psutil.wait_procs(family, timeout=10)[1] and not any(temporary.iterdir())
 
 
 @pytest.mark.parametrize("suite", [suite for suite in SUITES if (RESULTS / suite).exists()])

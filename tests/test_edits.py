@@ -16,7 +16,7 @@ import torch
 import ppo_ddp
 from common import acting
 from common.launch import Fault
-from runs import ROOT
+from runs import ROOT, edited
 
 ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}
 REPLAY = {"total_timesteps": 1200, "learning_starts": 200, "batch_size": 8, "train_frequency": 8, "eval_every": 0}
@@ -66,11 +66,7 @@ EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPO, "dqn_ddp.py": DQN, "sac_ddp.py": 
 
 def train(tmp_path, script, *edits, **settings):
     """Run an edited script in this process -> its module."""
-    source = (ROOT / script).read_text()
-    for before, after in edits:
-        assert before in source, f"{script} has no {before!r}"
-        source = source.replace(before, after)
-    (tmp_path / script).write_text(source)
+    (tmp_path / script).write_text(edited(script, (ROOT / script).read_text(), *edits))
     spec = importlib.util.spec_from_file_location("edited", tmp_path / script)
     module = sys.modules["edited"] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its own
     spec.loader.exec_module(module)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from chaos import assert_same
 from common.distributed import attempt_name
 from elastic import ELASTIC, elastic, two_namespaces
-from runs import PATIENCE, ROOT, Run, finish, start, wait_until
+from runs import PATIENCE, ROOT, Run, edited, finish, start, wait_until
 from test_output import wandb_history, wandb_records
 
 
@@ -204,9 +204,7 @@ def test_slurm_requeues_the_readmes_script(tmp_path):
     script, run_dir = readme_block("scontrol requeue"), tmp_path / "run"
     sizes = {"--nproc_per_node=4": "--nproc_per_node=1", "29400": str(port), "--num-envs 64": f"--num-envs 8 {flags}"}
     sizes |= {"1000000": "512", "runs/a": str(run_dir), "ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py"}
-    for old, new in sizes.items():
-        assert script.count(old) == 1, old
-        script = script.replace(old, new)
+    script = edited("README.md", script, *sizes.items())
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "script": script}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -13,7 +13,7 @@ import ppo_ddp
 import sac_ddp
 from common.environments import EVALUATION, environment_seeds
 from common.launch import BadInput
-from runs import ROOT, flat, run
+from runs import ROOT, edited, flat, run
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 EVALS = "--eval-every 1000000 --eval-episodes 5"
@@ -111,7 +111,7 @@ def test_a_missing_model_on_two_processes_is_told(tmp_path):
 def readme_program(script):
     """The README's program that loads a model of a script; PPG's is PPO's with its name."""
     if script == "ppg_ddp.py":
-        return readme_program("ppo_ddp.py").replace("ppo_ddp", "ppg_ddp")
+        return edited("README.md", readme_program("ppo_ddp.py"), ("ppo_ddp", "ppg_ddp"))
     blocks = re.findall(r"(?:^    .*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
     (block,) = (block for block in blocks if f"from {script.removesuffix('.py')} import" in block)
     assert block.count("\n") <= 10
@@ -130,8 +130,9 @@ def test_the_readmes_programs_act_as_the_evaluation_did(case, tmp_path, monkeypa
     done = run(script, 1, f"{own} {EVALS} --save-model", tmp_path / "runs" / "a", dtype="float32")
     monkeypatch.chdir(tmp_path)
     program = readme_program(script)
-    program = program.replace("= gym.make(", "= gym.wrappers.ClipAction(gym.make(").replace('"env_id"])', '"env_id"]))')
-    program = program if "continuous" in case else readme_program(script)
+    if "continuous" in case:
+        edits = ("= gym.make(", "= gym.wrappers.ClipAction(gym.make("), ('"env_id"])', '"env_id"]))')
+        program = edited("README.md", program, *edits)
     names = {}
     exec(program, names)
     env, returns = names["env"], []

@@ -10,7 +10,7 @@ import pytest
 import common.onefile
 from common.launch import BadInput
 from common.onefile import one_file
-from runs import ROOT, finish, flat, run, start
+from runs import ROOT, edited, finish, flat, run, start
 
 CASES = {
     "ppo_ddp.py": (
@@ -28,6 +28,10 @@ def made(script: str, folder: Path) -> Path:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith(f"{folder / 'mine.py'}: "), done.stderr
     return folder / "mine.py"
+
+
+def changed(*edits: tuple[str, str]) -> str:
+    return edited("ppo_ddp.py", (ROOT / "ppo_ddp.py").read_text(), *edits)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +75,12 @@ def test_it_overwrites_nothing_and_names_clashes(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and f"TARGET {path}: is there already; name a new file." in done.stderr
     assert path.read_bytes() == before
-    text = (ROOT / "ppo_ddp.py").read_text()
     script = tmp_path / "edited.py"
-    script.write_text(text.replace("class PPOLoss", "def environment_seeds():\n    pass\n\n\nclass PPOLoss"))
+    script.write_text(changed(("class PPOLoss", "def environment_seeds():\n    pass\n\n\nclass PPOLoss")))
     with pytest.raises(BadInput, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
         one_file(script, "mine.py")
     for import_, said in REFUSED.items():
-        script.write_text(text.replace("from common.periods import crossed\n", f"{import_}\n"))
+        script.write_text(changed(("from common.periods import crossed\n", f"{import_}\n")))
         with pytest.raises(BadInput, match=said):
             one_file(script, "mine.py")
 
@@ -94,6 +97,28 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("place", ["helper.py", "helper/__init__.py", "helper/nets.py"])
+def test_a_module_beside_the_script_is_refused(place, tmp_path, monkeypatch):
+    """By its name, wherever it is imported; a folder that wandb makes is none, and nothing of common/ is."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("class Swish:\n    pass\n")
+    script, module = tmp_path / "edited.py", "helper.nets" if "nets" in place else "helper"
+    said = r"edited\.py, line \d+: the module helper stands beside the script, and the new file would still need it\."
+    for import_ in (f"from {module} import Swish", f"import {module}", f"def f():\n    import {module} as h"):
+        script.write_text(changed(("import tyro\n", f"import tyro\n{import_}\n")))
+        with pytest.raises(BadInput, match=said):
+            one_file(script, "mine.py")
+    script.write_text(changed(("import tyro\n", "import tyro\nimport wandb\n")))
+    assert "\nimport wandb\n" in one_file(script, "mine.py")
+    shutil.copytree(common.onefile.COMMON, tmp_path / "common")
+    monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
+    with open(tmp_path / "common" / "periods.py", "a") as file:
+        file.write(f"\n\ndef f():\n    import {module}\n")
+    with pytest.raises(BadInput, match=said.replace("edited", "periods")):
+        one_file(script, "mine.py")
+
+
 def test_what_a_script_does_when_imported_stays(tmp_path, monkeypatch):
     """Imports for what they do, settings made at the top, a name made in a block, modules of one package.
 
@@ -103,11 +128,10 @@ def test_what_a_script_does_when_imported_stays(tmp_path, monkeypatch):
     with open(tmp_path / "common" / "periods.py", "a") as file:
         file.write("\n\nif crossed(2, 1, 2):\n    SETTING = 1\n")
     monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
-    text = (ROOT / "ppo_ddp.py").read_text()
     added = 'os.environ["A"] = "1"\ntry:\n    import numba\nexcept ImportError:\n    numba = None\n\n\n@dataclass'
     imports = "import my_envs  # noqa: F401\nimport os\nimport torch.nn.functional\nimport torch\n"
     script = tmp_path / "edited.py"
-    script.write_text(text.replace("import torch\n", imports, 1).replace("@dataclass", added, 1))
+    script.write_text(changed(("\nimport torch\n", f"\n{imports}"), ("\n@dataclass", f"\n{added}")))
     made_of = one_file(script, "mine.py")
     for line in (
         "import my_envs",

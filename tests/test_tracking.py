@@ -9,7 +9,7 @@ from test_elastic import STUB
 
 import ppo_ddp
 from common.launch import BadInput
-from runs import ROOT, Run, finish, run, start
+from runs import ROOT, Run, edited, finish, run, start
 
 FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --eval-every 512 --eval-episodes 3"
 SLOW = {
@@ -22,9 +22,8 @@ SLOW = {
 def test_a_wandb_that_fails_or_hangs_holds_nothing_up(how, tmp_path):
     """All rows are in metrics.csv, in the time that they take; the end says how many were sent, and ends with 0."""
     log = f"def log(self, row, step):\n        {SLOW[how]}\n        note([step, row])"
-    stub = STUB.replace("import json, os", "import json, os, time")
-    stub = stub.replace("def log(self, row, step): note([step, row])", log)
-    (tmp_path / "wandb.py").write_text(stub)
+    edits = ("import json, os", "import json, os, time"), ("def log(self, row, step): note([step, row])", log)
+    (tmp_path / "wandb.py").write_text(edited("STUB", STUB, *edits))
     (tmp_path / "sitecustomize.py").write_text("import common.tracking\ncommon.tracking.LAST_WAIT = 1.0, 1.0\n")
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}
     done = finish(start("ppo_ddp.py", 1, f"{FLAGS} --track --run-dir run", cwd=tmp_path, **env), tmp_path / "run")
@@ -71,8 +70,8 @@ def test_a_missing_tensorboard_is_told(tmp_path, monkeypatch):
 
 def test_wandb_has_films_and_a_summary(tmp_path):
     """The best and the last return are asked for; each evaluation's row has its film."""
-    stub = STUB.replace("def define_metric(self, *_, **__): pass", "def define_metric(self, *a, **k): note([a, k])")
-    (tmp_path / "wandb.py").write_text(stub)
+    edit = "def define_metric(self, *_, **__): pass", "def define_metric(self, *a, **k): note([a, k])"
+    (tmp_path / "wandb.py").write_text(edited("STUB", STUB, edit))
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}
     flags = f"{FLAGS} --track --capture-video --run-dir run"
     done = finish(start("ppo_ddp.py", 1, flags, cwd=tmp_path, **env), tmp_path / "run")
