@@ -259,6 +259,9 @@ def make_vec(
             own["wrappers"] = [partial(alone, seed=seed), *([Unstick] if env_id.startswith("MinAtar/") else [])]
             envs = gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, **own, **options)
     except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
+        for worker in multiprocessing.active_children():  # of a vector that could not be made whole
+            worker.kill()
+            worker.join()
         reason = " ".join(str(error).split())
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"

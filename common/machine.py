@@ -40,12 +40,11 @@ def require_memory(flag: str, value: object, nbytes: float, world: World, smalle
 def set_threads(threads: int, parallel: bool, world: World) -> None:
     """Set how many threads torch takes; 0: as many as there are cores where work is `parallel`, otherwise one.
 
-    With `--shards` the default is one, and BLAS, which multiplies numpy's matrices, takes one always: convolutions and
-    products round otherwise where they are split over another number of threads.
+    With `--shards` the default is one: convolutions round otherwise where they are split over more threads, and so do
+    numpy's products, whose BLAS always takes one.
     """
     torch.set_num_threads(threads or (world.cores if parallel and not world.sharded else 1))
-    if world.sharded:
-        threadpool_limits(1, "blas")
+    threadpool_limits(1, "blas")
 
 
 def blas_record() -> list[str]:

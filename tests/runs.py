@@ -56,7 +56,7 @@ def command(script: str, world_size: int, flags: str, launched: bool = False) ->
 def start(
     script: str, world_size: int, flags: str, launched: bool = False, cwd: Path | None = None, **env: str
 ) -> subprocess.Popen:
-    base = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    base = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     base["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # tests marked gpu have one
     return subprocess.Popen(
         command(script, world_size, flags, launched),

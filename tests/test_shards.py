@@ -14,7 +14,7 @@ from common.launch import BadInput
 from common.normalization import RunningMoments, standardized
 from common.replay import BLOCK, ReplayBuffer
 from common.shards import average_over_shards, per_shard, to_tensor, tree_sum
-from runs import run
+from runs import finish, run, start
 
 PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 PPO += " --eval-episodes 6"
@@ -99,6 +99,19 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
 @pytest.mark.parametrize("case", LONG)
 def test_the_same_bytes_to_the_end_of_a_long_run(case, tmp_path):
     same_bytes(*LONG[case], tmp_path, within=3600.0)
+
+
+def test_threads_of_blas_do_not_matter(tmp_path):
+    """As users start it: `python` leaves OMP_NUM_THREADS unset, so BLAS would take all cores; torchrun sets 1."""
+    flags = "--env-id Pendulum-v1 --num-envs 32 --shards 2 --learning-starts 320 --total-timesteps 960"
+    flags += " --train-frequency 8 --log-every 320 --eval-every 0"
+    runs = []
+    for size, threads in ((1, "2"), (2, "1")):
+        words, run_dir = f"{flags} --run-dir {tmp_path / threads}", tmp_path / threads
+        process = start("sac_ddp.py", size, words, OMP_NUM_THREADS=threads, OPENBLAS_CORETYPE="Haswell")
+        runs.append(finish(process, run_dir))  # not every processor's products round otherwise on two threads
+        assert runs[-1].code == 0, runs[-1].err
+    assert runs[0].rows == runs[1].rows
 
 
 def test_the_number_of_shards_is_part_of_the_experiment(tmp_path):
