@@ -3,7 +3,8 @@
     python -m benchmark.plot classic --readme README.md
     python -m benchmark.plot my_suite.py
 
-Reads `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and, where it is named, the README's table.
+Reads `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and, where it is named, the README's table. Of a
+suite of your own, these are `runs/results` and `runs/figures`.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
 (arXiv:2108.13264); of two seeds that is no more than their range. A final return is the mean of a run's last three
 evaluations. Procgen's are of training episodes, as its paper has them: means over tenths of a run.
@@ -49,10 +50,10 @@ RESAMPLES = 2000
 class Args:
     suite: tyro.conf.Positional[str]
     """which suite: a name, or a file of your own, such as my_suite.py"""
-    results: Path = Path("benchmark/results")
-    """where curves are recorded"""
-    figures: Path = Path("benchmark/figures")
-    """where figures go"""
+    results: Path | None = None
+    """where curves are recorded (default: benchmark/results; of a suite of your own, runs/results)"""
+    figures: Path | None = None
+    """where figures go (default: benchmark/figures; of a suite of your own, runs/figures)"""
     readme: Path | None = None
     """a file whose lines between <!-- SUITE --> and <!-- end SUITE --> become the table and the figures"""
 
@@ -297,17 +298,22 @@ def agreement(one: Curve, many: Curve) -> str:
     def equal(a: str, b: str) -> bool:
         return a == b or (a != "" and b != "" and abs(float(a) - float(b)) <= 1e-3 * max(abs(float(a)), abs(float(b))))
 
+    def by_step(rows: list[dict]) -> dict[tuple[int, bool], dict]:
+        """Rows by their step, of which one may have two: with an evaluation, and without."""
+        return {(int(x["global_step"]), x["eval/episodic_return"] == ""): x for x in rows}
+
     agreed, exact = [], True
     for seed, rows in zip(many.seeds, many.rows, strict=True):
         if seed in one.seeds:
-            step = 0
-            for a, b in zip(one.rows[one.seeds.index(seed)], rows, strict=True):
-                cells = [(a[name], b[name]) for name in a if not name.startswith("time/")]
+            last, rows, of_one = 0, by_step(rows), by_step(one.rows[one.seeds.index(seed)])
+            exact = exact and not any(step for step, _ in rows.keys() ^ of_one.keys())  # 0: the score before learning
+            for place in (place for place in of_one if place in rows):  # either may have ended before the other
+                cells = [(x, rows[place][name]) for name, x in of_one[place].items() if not name.startswith("time/")]
                 exact = exact and all(x == y for x, y in cells)
                 if not all(equal(x, y) for x, y in cells):
                     break
-                step = int(a["global_step"])
-            agreed.append(f"{step:,}")
+                last = place[0]
+            agreed.append(f"{last:,}")
     if agreed and exact:
         return "the same bytes"
     (low1, high1), (low2, high2) = interval([one.final]), interval([many.final])
@@ -351,14 +357,13 @@ def with_table(readme: Path, name: str, text: str) -> str:
 
 def main(args: Args) -> None:
     suite = suite_of(args.suite)
-    curves = load(suite, args.results)
+    results, figures = args.results or suite.home / "results", args.figures or suite.home / "figures"
+    curves = load(suite, results)
     if not curves:
-        raise BadInput(
-            f"--results {args.results}: nothing of {suite.name} is there; python -m benchmark.run {args.suite}"
-        )
+        raise BadInput(f"--results {results}: nothing of {suite.name} is there; python -m benchmark.run {args.suite}")
     if args.readme is not None:
         with_table(args.readme, suite.name, "")  # before anything is drawn
-    names, folder = [], args.figures / suite.name
+    names, folder = [], figures / suite.name
     for env_id in sorted({env_id for env_id, _, _ in curves}):
         chosen = {(script, size): curve for (env, script, size), curve in curves.items() if env == env_id}
         names.append(env_id.replace("/", "-").replace(":", "-"))

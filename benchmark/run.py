@@ -6,6 +6,7 @@
     python -m benchmark.run my_suite.py
 
 A run is recorded as `benchmark/results/SUITE/NAME.csv` and, last, `NAME.json`: what has both is done and not repeated.
+A suite of your own is recorded in `runs/results`. What another command recorded is replaced with --replace only.
 Ctrl-C, or the end of this program in any way, ends the runs; next time the unfinished ones start afresh, or, where a
 suite's flags have `--checkpoint-every`, go on from their last checkpoints, and are recorded as one curve.
 """
@@ -62,8 +63,10 @@ class Args:
     """print the runs' commands, and run nothing"""
     cores: int = field(default_factory=lambda: World(cuda=False).cores)
     """ranks at once, over all runs"""
-    results: Path = Path("benchmark/results")
-    """where curves are recorded"""
+    results: Path | None = None
+    """where curves are recorded (default: benchmark/results; of a suite of your own, runs/results)"""
+    replace: bool = False
+    """replace curves that other commands recorded, as of a suite that was changed since"""
     work: Path = Path("runs/benchmark")
     """where the runs' own directories and logs go"""
 
@@ -102,10 +105,13 @@ class Run:
         """Whether the run writes checkpoints, from which it goes on if it was interrupted."""
         return re.search(r"--checkpoint[-_]every[ =]+0*[1-9]", self.flags) is not None
 
-    @property
-    def shown(self) -> str:
+    def shown(self, run_dir: Path) -> str:
         """The command as a user types it."""
-        return shlex.join(self.command(Path("runs") / self.name))
+        return shlex.join(self.command(run_dir))
+
+    def folder(self, work: Path) -> Path:
+        """Its run directory; the log is beside it."""
+        return work / self.suite / self.name
 
 
 def runs_of(suite: Suite, wanted: tuple[str, ...] = ()) -> list[Run]:
@@ -120,10 +126,10 @@ def runs_of(suite: Suite, wanted: tuple[str, ...] = ()) -> list[Run]:
 
 
 def recorded(run: Run, results: Path) -> dict | None:
-    """The record of a run, if there is one and it is of just this command."""
+    """The record of a run, if there is one and it is of just this command, in whatever directory it ran."""
     path = results / run.suite / f"{run.name}.json"
-    about = json.loads(path.read_text()) if path.exists() else {}
-    return about if about.get("command") == run.shown else None
+    about = json.loads(path.read_text()) if path.exists() else {"command": ""}
+    return about if shlex.split(about["command"])[:-1] == run.command(Path())[:-1] else None
 
 
 def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
@@ -144,7 +150,7 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
         change = run_dir / f"changes-{part['global_step']}.diff"
         if change.exists():
             shutil.copy(change, target / f"{run.name}-{part['global_step']}.diff")
-    about = {"command": run.shown, "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
+    about = {"command": run.shown(run_dir), "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
     about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
     part = target / f"{run.name}.json.part"
     part.write_text(json.dumps(about, indent=2) + "\n")
@@ -152,13 +158,17 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # a recorded run is not gone on with
 
 
-def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
-    """Whether what is in a run's directory is not yet recorded, and of this very command and code."""
+def started_by(words: list[str], run_dir: Path, script: Path, folders: list[str]) -> bool:
+    """Whether what is in a run's directory is not yet recorded, and of this very command and code.
+
+    `folders`: the script's PYTHONPATH, in which `common/` is looked for after the script's own folder.
+    """
     try:
         config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    if not (run_dir / "checkpoints").exists() or config["sources"] != source_record(script)[0]["sources"]:
+    sources = source_record(script, [str(script.parent), *folders, *sys.path])[0]["sources"]
+    if not (run_dir / "checkpoints").exists() or config["sources"] != sources:
         return False
     before = shlex.split(config["command"])
     return before[1:-1] == words[-len(before) :][1:-1]  # but the directory, which may have been moved
@@ -177,7 +187,7 @@ def seconds_left(waiting: list[Run], active: dict[Run, tuple], durations: dict[s
     """Estimate for all, as if the cores stayed full; None until something is known."""
     rates, parts = dict(durations), {run: 1.0 for run in waiting}
     for run, (_, start, *_) in active.items():
-        done = progress(args.work / run.name)
+        done = progress(run.folder(args.work))
         parts[run] = 1.0 - done
         if done > 0.02:
             rates.setdefault(run.work, (time.monotonic() - start) / done)
@@ -198,10 +208,11 @@ def clock(seconds: float | None) -> str:
 
 
 def main(args: Args) -> int:
-    args = replace(args, results=args.results.resolve(), work=args.work.resolve())
     suite = suite_of(args.suite)
+    args = replace(args, results=args.results or suite.home / "results")
     runs = runs_of(suite, args.filter)
     missing = [run for run in runs if not recorded(run, args.results)]
+    other = [run for run in missing if (args.results / suite.name / f"{run.name}.json").exists()]
     if not runs:
         example = runs_of(suite)[0].name
         raise BadInput(f"--filter {' '.join(args.filter)}: no run's name contains that, such as {example}.")
@@ -217,9 +228,13 @@ def main(args: Args) -> int:
         raise BadInput(f"--cores {args.cores}: {wide[0].name} needs {wide[0].world_size}; name more, or filter w1.")
     if args.dry_run:
         for run in runs:
-            print(run.shown if run in missing else f"{run.shown}  # recorded")
+            mark = "  # recorded by another command" if run in other else "" if run in missing else "  # recorded"
+            print(run.shown(run.folder(args.work)) + mark)
         return 0
-    args.work.mkdir(parents=True, exist_ok=True)
+    if other and not args.replace:
+        fault = f"{other[0].name} is recorded there by another command"
+        raise BadInput(f"--results {args.results}: {fault}; name another folder, or lose that curve by --replace.")
+    (args.work / suite.name).mkdir(parents=True, exist_ok=True)
     lock = open(args.work / "lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,19 +251,19 @@ def main(args: Args) -> int:
     done, waiting, active, told, ending = len(runs) - len(missing), list(missing), {}, 0.0, False
     print(f"{len(runs)} runs, {done} of them recorded; {args.cores} ranks at once", flush=True)
     paths = [str(path) for path in (suite.folder, Path.cwd(), ROOT)]  # a user's environments, then ours
-    paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     while active or (waiting and not stopped):
         free = 0 if stopped else args.cores - sum(run.world_size for run in active)
         while run := next((run for run in waiting if run.world_size <= free), None):
             waiting.remove(run)
             free -= run.world_size
-            run_dir = args.work / run.name
+            run_dir, script = run.folder(args.work), scripts[run.script] / run.script
             words = run.command(run_dir)
-            words[words.index(run.script)] = str(scripts[run.script] / run.script)
-            if not (run.goes_on and started_by(words, run_dir, scripts[run.script] / run.script)):
+            words[words.index(run.script)] = str(script)
+            if not (run.goes_on and started_by(words, run_dir, script, paths)):
                 shutil.rmtree(run_dir, ignore_errors=True)  # of an unfinished one, or of other flags
-            log = open(args.work / f"{run.name}.log", "w")
+            log = open(f"{run_dir}.log", "w")
             process = subprocess.Popen(
                 [sys.executable, *words[1:]],
                 env=env,
@@ -271,7 +286,7 @@ def main(args: Args) -> int:
             log.close()
             del active[run]
             if process.returncode == 0:
-                record(run, args.work / run.name, args.results, seconds)
+                record(run, run.folder(args.work), args.results, seconds)
                 durations[run.work], state = seconds, "done"
                 done += 1
             elif ending:
@@ -283,10 +298,10 @@ def main(args: Args) -> int:
         if active and time.monotonic() - told > 60:
             told = time.monotonic()
             left = clock(seconds_left(waiting, active, durations, args))
-            going = ", ".join(f"{run.name} {progress(args.work / run.name):.0%}" for run in active)
+            going = ", ".join(f"{run.name} {progress(run.folder(args.work)):.0%}" for run in active)
             print(f"{done} of {len(runs)} recorded, {left} left; running {going}", flush=True)
     for run in failed:
-        log = args.work / f"{run.name}.log"
+        log = Path(f"{run.folder(args.work)}.log")
         lines = takewhile(lambda line: "failed (exitcode:" not in line, log.read_text().splitlines())  # torchrun's own
         print(f"\n{run.name} failed; the end of {log}:", *list(lines)[-10:], sep="\n    ")
     if stopped:
@@ -296,6 +311,7 @@ def main(args: Args) -> int:
 
 def or_say_why(main: Callable[[], int | None]) -> None:
     """End with what `main` returns, or, for bad input, with one line and code 2."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it as it ends other programs
     try:
         sys.exit(main())
     except BadInput as error:

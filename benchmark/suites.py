@@ -188,13 +188,14 @@ class Suite:
     references: dict[tuple[str, str], tuple[float, float, int, str]]
     scales: dict[str, tuple[float, float]]
     folder: Path  # where its scripts are looked for first
+    home: Path  # of its `results` and `figures`, in the folder that one is in
 
 
 def suite_of(name: str) -> Suite:
     """A suite from here, or from a file of a user's own. Raises `BadInput` for what is neither."""
     root = Path(__file__).parent.parent
     if name in SUITES:
-        return Suite(name, SUITES[name], REFERENCES, SCALES, root)
+        return Suite(name, SUITES[name], REFERENCES, SCALES, root, Path("benchmark"))
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
         raise BadInput(f"SUITE {name}: must be one of {', '.join(SUITES)}, or a file of your own, such as my_suite.py.")
@@ -203,4 +204,4 @@ def suite_of(name: str) -> Suite:
     if not works or not isinstance(works, list) or not all(isinstance(x, dict) and x.keys() == names for x in works):
         raise BadInput(f"SUITE {name}: must define SUITE, a list of works; see benchmark/suites.py.")
     own = (found.get("REFERENCES", {}), found.get("SCALES", {}))
-    return Suite(path.stem, works, REFERENCES | own[0], SCALES | own[1], path.absolute().parent)
+    return Suite(path.stem, works, REFERENCES | own[0], SCALES | own[1], path.absolute().parent, Path("runs"))

@@ -84,6 +84,8 @@ class RunArgs:
             require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
         if self.capture_video:
             require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --capture-video")
+        if self.track:  # an unreachable wandb is given up before the ranks have waited for each other
+            require(self.timeout >= 30, "--timeout", self.timeout, "at least 30 with --track")
         if self.resume:
             require(self.run_dir is not None, "--run-dir", self.run_dir, "a directory with --resume")
             require(self.checkpoint_every > 0, "--checkpoint-every", 0, "at least 1 with --resume")

@@ -14,7 +14,9 @@ import json
 import pickle
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ import torch
 
 from common.arguments import FREE, RunArgs, flag, require
 from common.distributed import World
-from common.files import digest_of, flush_names, read_digest, write_flushed, write_whole
+from common.files import CHUNK, digest_of, flush_names, size_and_digest, write_flushed, write_whole
 from common.launch import BadInput, Fault
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class Checkpoints:
         if replay is not None:
             self.state["replay"] = replay
         self.global_step, self.number, self.kept, self.failed = 0, 0, [], []
+        self.patience, self.met = args.timeout / 4, time.monotonic()  # seconds between meetings, and the last one
         if not self.every:
             return
         # three ranks' numbers are added in an order that moves with DDP's buckets, which each start lays out anew
@@ -73,14 +76,15 @@ class Checkpoints:
         if not all(world.gather_objects((run_dir / "config.json").exists())):  # collective
             raise BadInput(f"--run-dir {run_dir}: is not there for all ranks; checkpoints need a shared file system.")
         if finished:
+            logger.send_recorded()
             logger.note(f"{run_dir} holds the finished run: nothing is left to do")
             raise SystemExit(0)
         for manifest in manifests:
-            damages = world.gather_objects(self._damage(manifest))  # collective
+            damages = self._gather_when_done(self._damage(manifest))  # collective
             if not any(damages):
                 self._read(manifest)
                 return
-            logger.note(f"{next(filter(None, damages))}: the checkpoint before it is taken")
+            logger.note(f"{next(filter(None, damages))}: looking for an older checkpoint")
         if logger.enabled and logger.resumed:
             logger.note(f"{run_dir} holds no whole checkpoint: the run begins again")
             logger.begin()
@@ -88,6 +92,8 @@ class Checkpoints:
     def _look(self) -> tuple[Path, bool, list[dict[str, Any]]]:
         """Rank 0's: the run directory, whether the run is finished, and the manifests there, newest first."""
         run_dir, manifests = self.logger.dir.absolute(), []
+        if self.logger.finished:
+            return run_dir, True, []
         paths = (run_dir / "checkpoints").glob("*") if self.logger.resumed else ()
         folders = [path for path in paths if path.name.isdigit()]
         for path in sorted(folders, key=lambda path: int(path.name), reverse=True):
@@ -96,24 +102,53 @@ class Checkpoints:
                 if manifest.pop("digest") != digest_of(manifest):
                     raise ValueError
             except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                self.logger.note(f"{path / 'manifest.json'} is missing or damaged: the checkpoint before it is taken")
+                self.logger.note(f"{path / 'manifest.json'} is missing or damaged: looking for an older one")
                 continue
             if manifest["version"] > VERSION:
                 raise BadInput(f"--resume: {path} was written by newer code; go on with that.")
             require_same_run(path, manifest["record"], self.logger.record)
+            now, before = list(self.logger.columns), manifest.get("columns", list(self.logger.columns))
+            if now != before:
+                name = next((x for x in [*now, *before] if (x in now) != (x in before)), "their order")
+                fault = f"{path} was written with other columns of metrics.csv ({name})"
+                raise BadInput(f"--run-dir: {fault}; name another, or change COLUMNS back.")
             manifests.append(manifest)
-        return run_dir, self.logger.finished, manifests
+        for part in (run_dir / "checkpoints").glob("*.part"):  # of a killed attempt, which may fill the disk
+            shutil.rmtree(part, ignore_errors=True)
+        return run_dir, False, manifests
 
     def _names(self) -> list[str]:
         """The files that this rank reads: what is equal on all, and then its shards of a replay buffer."""
         return ["state.pt", *(f"replay-{shard}" for shard in self.world.shards if self.replay is not None)]
+
+    def _chunks(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The pieces, none larger than `CHUNK`. Every rank must call `_gather_when_done` afterwards.
+
+        If the work takes long, the ranks meet in between: the watchdog of a rank that waits must not end it.
+        """
+        for piece in pieces:
+            for start in range(0, len(piece), CHUNK):
+                if time.monotonic() > self.met + self.patience:
+                    self.world.gather_objects((False, None))  # collective
+                    self.met = time.monotonic()
+                yield piece[start : start + CHUNK]
+
+    def _gather_when_done(self, value: Any) -> list[Any]:
+        """Gather a value from every rank, once the slowest is done with what it reads or writes by `_chunks`."""
+        while True:
+            table = self.world.gather_objects((True, value))  # collective
+            self.met = time.monotonic()
+            if all(done for done, _ in table):
+                return [value for _, value in table]
 
     def _damage(self, manifest: dict[str, Any]) -> str:
         """What is wrong with a file that this rank needs; empty where nothing is."""
         for name in self._names():
             path = self.dir / str(manifest["global_step"]) / name
             try:
-                if list(read_digest(path)) != manifest["files"][name]:
+                with open(path, "rb") as file:
+                    found = size_and_digest(self._chunks(iter(partial(file.read, CHUNK), b"")))
+                if list(found) != manifest["files"][name]:
                     return f"{path} is damaged"
             except OSError as error:
                 return f"{path} cannot be read ({error.strerror})"
@@ -127,8 +162,9 @@ class Checkpoints:
             restore(value, saved[name])
         for shard, name in enumerate(self._names()[1:]):
             with open(self.dir / self.kept[0] / name, "rb") as file:
-                for piece in self.replay.pieces(shard):
-                    file.readinto(as_bytes(piece))
+                for chunk in self._chunks(map(as_bytes, self.replay.pieces(shard))):
+                    file.readinto(chunk)
+        self._gather_when_done(None)  # collective
         self.logger.note(f"going on from {self.dir / self.kept[0]}")
         if self.logger.enabled:
             before, now = (machine(record) for record in (manifest["record"], self.logger.record))
@@ -144,18 +180,18 @@ class Checkpoints:
         self.global_step, self.number = global_step, self.number + 1
         # under a name that is its own: ranks of a killed attempt that are still there do not write into it
         folder = self.dir / self.world.gather_objects(f"{global_step}.{secrets.token_hex(4)}.part")[0]  # collective
-        files, fault = {}, ""
+        files, fault, self.met = {}, "", time.monotonic()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for shard, name in enumerate(self._names()[1:]):
-                files[name] = write_flushed(folder / name, map(as_bytes, self.replay.pieces(shard)))
+                files[name] = write_flushed(folder / name, self._chunks(map(as_bytes, self.replay.pieces(shard))))
             if self.logger.enabled:
                 content = io.BytesIO()
                 torch.save({name: state_of(value) for name, value in self.state.items()}, content)
-                files["state.pt"] = write_flushed(folder / "state.pt", [content.getbuffer()])
+                files["state.pt"] = write_flushed(folder / "state.pt", self._chunks([content.getbuffer()]))
         except OSError as error:
             fault = error.strerror
-        parts = self.world.gather_objects((files, fault))  # collective
+        parts = self._gather_when_done((files, fault))  # collective
         if self.logger.enabled:
             try:
                 for _, fault in parts:
@@ -172,7 +208,7 @@ class Checkpoints:
         """Write the manifest, give the folder its name, remove what is older than the checkpoint before."""
         record = {name: self.logger.record[name] for name in ("script", "args", "world_size", *MACHINE)}
         manifest = {"version": VERSION, "global_step": self.global_step, "number": self.number}
-        manifest |= {"files": files, "record": record}
+        manifest |= {"files": files, "record": record, "columns": self.logger.columns}
         manifest["digest"] = digest_of(manifest)
         write_flushed(folder / "manifest.json", [json.dumps(manifest).encode()])
         flush_names(folder)
@@ -220,16 +256,18 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
     kept = {name: x for name, x in kept.items() if not isinstance(x, torch.Tensor) or x.requires_grad}  # a flag's value
     there, here = dict(tensors(model)), dict(tensors({name: state_of(x) for name, x in kept.items()}))
     of_kept = [name for name in there if name.split(".")[0] in kept]
+    of_both = [(name, model["args"].get(name, "{}"), getattr(args, name)) for name in ("env_id", "env_kwargs")]
+    changed = [f"{flag(name)} is {now}, and {before} there; " for name, before, now in of_both if now != before]
     for name in [*here, *of_kept]:
         shapes = [f"of {tuple(part[name].shape)}" if name in part else "missing" for part in (there, here)]
         if shapes[0] != shapes[1]:
             advice = "it must be of the same script, --env-id and networks"
-            raise BadInput(f"--load-model {path}: {name} is {shapes[0]} there, {shapes[1]} here; {advice}.")
+            fault = f"{''.join(changed)}{name} is {shapes[0]} there, {shapes[1]} here"
+            raise BadInput(f"--load-model {path}: {fault}; {advice}.")
     normalized = model["args"].get("norm_obs", False)
     require(getattr(args, "norm_obs", False) == normalized, "--norm-obs", not normalized, f"{normalized} with {path}")
-    for name in ("env_id", "env_kwargs"):
-        if (before := model["args"].get(name, "{}")) != getattr(args, name):
-            checkpoints.logger.note(f"{path} is of {before}, and this is {getattr(args, name)}")
+    for change in changed:
+        checkpoints.logger.note(f"{path}: {change}its networks fit")
     for name, value in kept.items():
         restore(value, model[name])
 

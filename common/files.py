@@ -16,26 +16,33 @@ from typing import Any
 from common.launch import BadInput, Fault
 
 PATIENCE = 15.0  # seconds to wait for the end of a process that holds the run directory
+CHUNK = 2**26  # bytes that are read at once, and after which a file that is written is flushed
 hashing = partial(hashlib.blake2b, digest_size=16)
 
 
 def write_flushed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write a file and flush it to the disk, each piece from where it is -> its size in bytes, and its digest."""
-    digest, size = hashing(), 0
+    digest, size, flushed = hashing(), 0, 0
     with open(path, "wb") as file:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)
             size += len(piece)
+            if size - flushed >= CHUNK:  # otherwise the last flush may have gigabytes to write
+                os.fsync(file.fileno())
+                flushed = size
         file.flush()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
-def read_digest(path: Path) -> tuple[int, str]:
-    """The size in bytes and the digest of a file."""
-    with open(path, "rb") as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, hashing).hexdigest()
+def size_and_digest(pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """The size in bytes and the digest of what the pieces hold together."""
+    digest, size = hashing(), 0
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
+    return size, digest.hexdigest()
 
 
 def digest_of(record: Mapping[str, Any]) -> str:

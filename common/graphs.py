@@ -13,6 +13,7 @@ from common.launch import BadInput
 
 WARMUP = 11  # calls before anything is recorded: so many DDP needs (PyTorch's notes on CUDA graphs)
 MOST = 64  # recordings kept of one function
+SEEN = 1024  # sets of shapes of which it is known how often they came
 
 
 def graphed(wanted: bool, world: World, function: Callable, *optimizers: torch.optim.Optimizer) -> Callable:
@@ -43,6 +44,8 @@ class Graphed:
     def __call__(self, *inputs: Any) -> Any:
         shapes = tuple(x.shape for x in tensors_of(inputs))
         self.calls[shapes] += 1
+        if len(self.calls) > SEEN:
+            del self.calls[next(iter(self.calls))]  # the oldest
         new = shapes not in self.recordings
         # what shapes need is loaded in their first call, which may not be while it is recorded
         early = self.calls.total() <= WARMUP or self.calls[shapes] == 1

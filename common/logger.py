@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import io
 import json
@@ -44,11 +45,12 @@ class Logger:
         self, args: RunArgs, file: str, columns: tuple[str, ...], world: World, eval_envs: Environments | None = None
     ) -> None:
         self.args, self.enabled, self.wall = args, world.rank == 0, 0.0
+        self.columns = ("global_step", *columns)
         if args.capture_video:
             require_encoder()
         if not self.enabled:
             return
-        self.columns, self.eval_envs, self.feed = ("global_step", *columns), eval_envs, world.watchdog.feed
+        self.eval_envs, self.feed = eval_envs, world.watchdog.feed
         self.films = args.capture_video
         self.rows, self.last_line, self.shown = 0, 0.0, 0
         self.started, self.evaluated = time.perf_counter(), 0.0  # when, and seconds of evaluations since
@@ -70,7 +72,7 @@ class Logger:
                 self.begin()
             if args.tensorboard and not self.finished:
                 self.trackers.append(TensorBoard(self.dir, self.resumed, self.note))
-            if args.track and not self.finished:
+            if args.track:  # a finished run's too, which may not have been handed all
                 try:
                     self.trackers.append(Wandb(args, file, self.dir, environment, self.resumed, self.note))
                 except BadInput as error:
@@ -124,12 +126,16 @@ class Logger:
                 self.file.close()
             self.file = open(self.path, "ab", buffering=0)
             self.wall, self.evaluated = state["wall"], state["evaluated"]
+            self.send_recorded()
+
+    def send_recorded(self) -> None:
+        """Send the rows of metrics.csv to those who lack them."""
+        if self.enabled:
             self.number = 0
-            for line in state["metrics"].splitlines()[1:]:
-                cells = line.split(",")
-                video = self.dir / "videos" / f"{cells[0]}.mp4"
-                evaluation = cells[self.columns.index("eval/episodic_return")]
-                self._send(cells, video if evaluation and self.args.capture_video and video.exists() else None)
+            for cells in csv.DictReader(self.path.read_text().splitlines()):
+                video = self.dir / "videos" / f"{cells['global_step']}.mp4"
+                filmed = cells.get("eval/episodic_return") and self.args.capture_video and video.exists()
+                self._send(cells, video if filmed else None)
 
     def _make_dir(self, args: RunArgs, script: str) -> tuple[Path, list[Path]]:
         """The run directory, and which directories were made for it."""
@@ -179,8 +185,12 @@ class Logger:
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
 
-        Every rank calls with the same losses: where one is not finite, all raise `Fault` after the row.
+        Every rank calls with the same losses: where one is not finite, all raise `Fault` after the row. So they do for
+        a name that `columns` lack, before it.
         """
+        for name in row:
+            if name not in self.columns:
+                raise Fault(f"step {global_step}: metrics.csv has no column {name}; add it to COLUMNS.")
         if not self.told_of_draws and not torch.get_rng_state().equal(self.rng_state):
             self.told_of_draws = True
             fault = "something drew from torch's default generator, so the numbers depend on the number of processes"
@@ -197,11 +207,10 @@ class Logger:
         self.evaluated += row.get("time/eval", 0.0)
         if "time/eval" not in row:
             row["time/SPS"] = row["global_step"] / (row["time/wall"] - self.evaluated)
-        unknown = row.keys() - set(self.columns)
-        assert not unknown, f"columns that the header lacks: {unknown}"
         cells = [repr(plain(row[column])) if column in row else "" for column in self.columns]
         self._write(cells)
-        self._send(cells, self._film(row["global_step"]) if "eval/episodic_return" in row else None)
+        film = self._film(row["global_step"]) if "eval/episodic_return" in row else None
+        self._send(dict(zip(self.columns, cells, strict=True)), film)
         self.rows += row["global_step"] > 0
         self.latest |= row
         if self.learning is None and any(name.startswith("losses/") and name != "losses/alpha" for name in row):
@@ -229,11 +238,11 @@ class Logger:
         finally:
             self.evaluated += time.perf_counter() - started
 
-    def _send(self, cells: list[str], video: Path | None = None) -> None:
+    def _send(self, cells: Mapping[str, str], video: Path | None) -> None:
         """Send a row of metrics.csv to those who lack it, under its number there."""
         for tracker in self.trackers:
             if self.number >= tracker.starting_step:
-                row = {name: float(cell) for name, cell in zip(self.columns, cells, strict=True) if cell}
+                row = {name: float(cell) for name, cell in cells.items() if cell}
                 tracker.send(self.number, row, video)
         self.number += 1
 
@@ -301,8 +310,9 @@ class Logger:
             self._print(True)
         if sys.stdout.isatty():
             self.note("")
+        done = kind is None or (isinstance(error, SystemExit) and not error.code)  # of a run that was finished before
         for tracker in self.trackers:
-            tracker.finish(kind is not None)
+            tracker.finish(not done)
         if kind is not None and not self.rows:
             self._remove()
         self.file.close()

@@ -27,6 +27,11 @@ options = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.
 env = envpool.make_gymnasium(sys.argv[1], num_envs=1, seed=[0], **options)
 env.reset()
 env.step(numpy.asarray(env.action_space.sample())[None])
+if "max_episode_steps" in options:
+    short = envpool.make_gymnasium(sys.argv[1], num_envs=1, seed=[0], **options | {"max_episode_steps": 1})
+    short.reset()
+    if not short.step(numpy.asarray(short.action_space.sample())[None])[3].any():
+        sys.exit("it ignores max_episode_steps; leave that out")
 if "render_mode" in options:
     env.render()
 """
@@ -142,7 +147,7 @@ def options_of(task: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def require_works(task: str, options: str) -> None:
-    """Raise `RuntimeError` where a task does not start with these options, a JSON object.
+    """Raise `RuntimeError` where a task does not start with these options (JSON), or ignores the limit of steps.
 
     It is tried in a process of its own, since what a simulator cannot do, such as drawing without OpenGL, may end it.
     """

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.files import hashing
 
 
-def source_files(script: Path) -> list[Path]:
-    """A script and the files of `common/`, absolute; the script alone where it holds them (`common.onefile`)."""
-    here = Path(__file__).absolute()
-    return [script.absolute(), *(sorted(here.parent.glob("*.py")) if here != script.absolute() else [])]
+def source_files(script: Path, folders: Sequence[str] = ()) -> list[Path]:
+    """A script and the files of `common/`, absolute; the script alone where it imports none (`common.onefile`).
+
+    `folders`: where the script's process looks for `common/`, in this order (default: this process's `sys.path`).
+    """
+    script, found = script.absolute(), {}
+    if re.search(rb"^\s*(from|import) common[ .]", script.read_bytes(), re.MULTILINE):
+        for folder in folders or sys.path:
+            for path in Path(folder).absolute().glob("common/*.py"):
+                found.setdefault(path.name, path)
+    return [script, *(found[name] for name in sorted(found))]
 
 
 def git(folder: Path, *words: str | Path) -> str | None:
@@ -24,12 +34,12 @@ def git(folder: Path, *words: str | Path) -> str | None:
     return done.stdout if done.returncode < 2 else None  # 1: `git diff --no-index` found a difference
 
 
-def source_record(script: Path) -> tuple[dict[str, Any], str]:
+def source_record(script: Path, folders: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
     """The commit (None without git), whether sources differ from it, their digest -> and the difference, as git's.
 
-    A file that the commit lacks, ignored ones too, differs from it in all its lines.
+    `folders`: as of `source_files`. A file that the commit lacks, ignored ones too, differs from it in all its lines.
     """
-    files, digest = source_files(script), hashing()
+    files, digest = source_files(script, folders), hashing()
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     record = {"commit": None, "changed": None, "sources": digest.hexdigest()}

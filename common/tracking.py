@@ -15,6 +15,7 @@ from common.arguments import RunArgs
 from common.launch import BadInput, end_now
 from common.sources import source_files
 
+LOGIN_WAIT = 15.0  # seconds that wandb takes to give up an unreachable server, before those of `init_timeout`
 LAST_WAIT = 60.0, 2.0  # seconds that wandb has at the end of a run, and of one that was stopped or failed
 
 
@@ -51,6 +52,8 @@ class Wandb:
                 group=f"{args.env_id}__{script}",  # the seeds of one experiment
                 tags=[script, f"processes-{environment['world_size']}"],
                 config=dataclasses.asdict(args) | environment,
+                # before the other ranks, which wait to meet this one, have waited for --timeout; otherwise 90
+                settings=wandb.Settings(init_timeout=min(90.0, max(1.0, args.timeout / 2 - LOGIN_WAIT))),
             )
             self.run.define_metric("*", step_metric="global_step")
             self.run.define_metric("eval/episodic_return", step_metric="global_step", summary="max,last")

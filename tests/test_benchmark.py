@@ -24,6 +24,7 @@ from benchmark import plot, scaling, speed
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
 from common.launch import BadInput
+from common.onefile import one_file
 from runs import PATIENCE, ROOT, descendants, wait_until
 from runs import run as run_script
 
@@ -63,6 +64,23 @@ def test_agreement_of_two_world_sizes_by_hand():
     assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]], 2.0)) == "200 and 0; overlap"
     for last in (300.0, -300.0):
         assert plot.agreement(one, curve([2], [[1.0, 2.0, last]], 2.0)) == "200; apart"
+    assert plot.agreement(one, curve([2], [[1.0, 2.0, 3.0]], 2.0)) == "the same bytes"
+
+
+def test_agreement_of_runs_with_different_numbers_of_rows():
+    """Joined by step: a score before learning that only one has does not count, an end that only one has does."""
+
+    def curve(steps: list[tuple[int, str, str]]) -> plot.Curve:
+        rows = [{"global_step": str(s), "eval/episodic_return": e, "charts/episodes": n} for s, e, n in steps]
+        return plot.Curve(np.array([100, 200]), np.ones((1, 3)), np.ones((1, 3)), [rows], [1], (1,))
+
+    start, short = [(0, "0.5", "")], [(100, "", "7"), (100, "1.0", ""), (200, "", "8")]
+    whole, other = [*short, (200, "2.0", ""), (300, "", "9")], [*short[:2], (200, "", "9")]
+    assert plot.agreement(curve(whole), curve(start + whole)) == "the same bytes"
+    assert plot.agreement(curve(start + whole), curve(whole)) == "the same bytes"
+    for one, two in ((whole, short), (short, whole), (start + whole, short)):
+        assert plot.agreement(curve(one), curve(two)) == "200; overlap"
+    assert plot.agreement(curve(whole), curve(other)) == plot.agreement(curve(other), curve(whole)) == "100; overlap"
 
 
 def test_training_episodes_by_tenths_of_a_run():
@@ -127,7 +145,7 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     def start(long: bool) -> subprocess.Popen:
         return start_tiny(tmp_path, long, "w1")
 
-    work, results = tmp_path / "work", tmp_path / "results" / "tiny"
+    work, results = tmp_path / "work" / "tiny", tmp_path / "results" / "tiny"
     process = start(long=True)
     begun = [work / f"CartPole-v1__ppo_ddp-long__w1__s{seed}" / "metrics.csv" for seed in (1, 2)]
     wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
@@ -145,8 +163,8 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     process = start(long=True)
     wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
     family = descendants(process)
-    with pytest.raises(BadInput, match=f"--work {work}: another benchmark.run is using it"):
-        runner.main(runner.Args("classic", cores=2, results=tmp_path / "results", work=work))
+    with pytest.raises(BadInput, match=f"--work {work.parent}: another benchmark.run is using it"):
+        runner.main(runner.Args("classic", cores=2, results=tmp_path / "results", work=work.parent))
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and output.count(" ended in ") == 2, output
@@ -165,8 +183,18 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     assert header == ",".join(runner.RECORDED) and rows[-1].startswith("1280,")
 
 
-def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
-    """Ended after a checkpoint, it is recorded as the curve of one that was not; with other flags it would not be."""
+@pytest.mark.parametrize("layout", ["the project's", "one file", "its own common"])
+def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(layout, tmp_path):
+    """Ended after a checkpoint, it is recorded as the curve of one that was not; with other flags it would not be.
+
+    Of the project's script, of one file, or of the suite's own script and a `common/` of which one file was changed.
+    """
+    if layout == "one file":
+        (tmp_path / "ppo_ddp.py").write_text(one_file(ROOT / "ppo_ddp.py", "ppo_ddp.py"))
+    elif layout == "its own common":
+        shutil.copy(ROOT / "ppo_ddp.py", tmp_path)
+        (tmp_path / "common").mkdir()
+        (tmp_path / "common" / "periods.py").write_text((ROOT / "common" / "periods.py").read_text() + "# changed\n")
     flags, name = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 512", "CartPole-v1__ppo_ddp__w1__s1"
     suite = 'from benchmark.suites import work\nSUITE = [work("ppo_ddp.py", "CartPole-v1", "FLAGS", {1: (1,)})]'
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -176,18 +204,24 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
         return subprocess.Popen(RUN, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
 
     process = start(12800)
-    wait_until(lambda: any((tmp_path / "work" / name / "checkpoints").glob("*/manifest.json")), process)
+    run_dir = tmp_path / "work" / "tiny" / name
+    wait_until(lambda: any((run_dir / "checkpoints").glob("*/manifest.json")), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and f"{name} ended in" in output, output
-    run_dir = tmp_path / "work" / name
     words = json.loads((run_dir / "config.json").read_text())["command"].split()
-    assert runner.started_by(words, run_dir, ROOT / "ppo_ddp.py")
-    assert not runner.started_by([*words[:-2], "--gamma", "0.9", *words[-2:]], run_dir, ROOT / "ppo_ddp.py")
+    script = (ROOT if layout == "the project's" else tmp_path) / "ppo_ddp.py"
+    sources = script, [str(tmp_path), str(ROOT)]
+    assert runner.started_by(words, run_dir, *sources)
+    assert not runner.started_by([*words[:-2], "--gamma", "0.9", *words[-2:]], run_dir, *sources)
+    if layout == "its own common":
+        (tmp_path / "common" / "periods.py").rename(tmp_path / "periods.py")
+        assert not runner.started_by(words, run_dir, *sources)
+        (tmp_path / "periods.py").rename(tmp_path / "common" / "periods.py")
     process = start(12800)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and f"{name} done in" in output, output
-    assert "going on from" in (tmp_path / "work" / f"{name}.log").read_text()
+    assert "going on from" in (tmp_path / "work" / "tiny" / f"{name}.log").read_text()
     calm = run_script("ppo_ddp.py", 1, f"{flags} --total-timesteps 12800", tmp_path / "calm", dtype="float32")
     with open(tmp_path / "results" / "tiny" / f"{name}.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -204,7 +238,7 @@ def test_filter_dry_run_and_cores(tmp_path, capsys):
     flags = "--total-timesteps 200000 --eval-every 10000"
     assert capsys.readouterr().out.splitlines() == [
         "python -m torch.distributed.run --standalone --nproc_per_node=2 ppo_ddp.py --env-id CartPole-v1"
-        f" --seed {seed} {flags} --run-dir runs/CartPole-v1__ppo_ddp__w2__s{seed}"
+        f" --seed {seed} {flags} --run-dir {tmp_path}/work/classic/CartPole-v1__ppo_ddp__w2__s{seed}"
         for seed in (1, 2)
     ]
     with pytest.raises(BadInput, match="--cores 1: CartPole-v1__ppo_ddp__w2__s1 needs 2"):
@@ -219,6 +253,48 @@ def test_filter_dry_run_and_cores(tmp_path, capsys):
     with pytest.raises(BadInput, match="empty.py: must define SUITE, a list of works"):
         runner.main(runner.Args(str(tmp_path / "empty.py"), **folders))
     assert [path.name for path in tmp_path.iterdir()] == ["empty.py"]
+
+
+def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, capsys):
+    """Refused with what to do; the dry run says so; in another folder, or by --replace, it runs. Untouched otherwise.
+
+    The directory that a record names is no part of that: it may be another, and curves of earlier versions have one.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # those of the tests stay
+    folder, name = Path("runs/results/tiny"), "CartPole-v1__ppo_ddp__w1__s1"
+    folder.mkdir(parents=True)
+    flags = "--eval-every 0 --num-steps 16 --total-timesteps 640"
+    command = f"python ppo_ddp.py --env-id CartPole-v1 --seed 1 {flags} --run-dir runs/elsewhere"
+    (folder / f"{name}.json").write_text(json.dumps({"command": command, "seconds": 1.0}))
+    (folder / f"{name}.csv").write_text("a curve of an hour")
+
+    def started(steps: int, **settings) -> str:
+        run = f"'ppo_ddp.py', 'CartPole-v1', '--eval-every 0 --num-steps 16 --total-timesteps {steps}', {{1: (1,)}}"
+        Path("tiny.py").write_text(f"from benchmark.suites import work\nSUITE = [work({run})]\n")
+        assert runner.main(runner.Args("tiny.py", cores=1, **settings)) == 0
+        return capsys.readouterr().out
+
+    assert "1 runs, 1 of them recorded" in started(640)
+    assert started(64, dry_run=True).endswith(f" --run-dir runs/benchmark/tiny/{name}  # recorded by another command\n")
+    said = f"^--results runs/results: {name} is recorded there by another command; name another folder, or .* --replace"
+    with pytest.raises(BadInput, match=said):
+        started(64)
+    assert (folder / f"{name}.csv").read_text() == "a curve of an hour"
+    assert f"{name} done in" in started(64, results=tmp_path / "again")
+    assert (folder / f"{name}.csv").read_text() == "a curve of an hour"
+    assert f"{name} done in" in started(64, replace=True)
+    record = json.loads((folder / f"{name}.json").read_text())
+    assert record["command"].endswith(f" --total-timesteps 64 --run-dir runs/benchmark/tiny/{name}")
+    assert Path("runs/benchmark/tiny", name, "config.json").exists()
+    assert "1 runs, 1 of them recorded" in started(64)
+
+
+def test_two_suites_do_not_share_directories(tmp_path):
+    """Whose runs may have one name."""
+    flags = "ppo_ddp.py", "CartPole-v1", "", 1, 1, ""
+    one, two = (runner.Run(suite, *flags).folder(tmp_path) for suite in ("mine", "yours"))
+    assert one.name == two.name and one != two
 
 
 def test_a_failed_run_is_reported_with_its_log(tmp_path):

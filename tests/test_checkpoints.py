@@ -23,12 +23,13 @@ import ppg_ddp
 import ppo_ddp
 import sac_ddp
 from common.arguments import FREE, RunArgs
-from common.checkpoint import Checkpoints, on_cpu
+from common.checkpoint import MACHINE, Checkpoints, on_cpu
+from common.distributed import World
 from common.environments import Environments, make_envs
-from common.files import digest_of, locked
-from common.launch import BadInput
+from common.files import digest_of, locked, size_and_digest, write_flushed
+from common.launch import BadInput, end_now
 from common.replay import ReplayBuffer
-from runs import ROOT, descendants, finish, flat, run, start
+from runs import ROOT, descendants, finish, flat, fork, run, start
 from test_replay import CPU, VECTOR, FakeWorld
 
 # script, flags, and how it is disturbed: processes and the fault, in turn, the last time none
@@ -174,7 +175,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, da
     damage(newest / name)
     continued(module, run_dir)
     lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if str(newest / name) in line and "the checkpoint before it is taken" in line]
+    assert [line for line in lines if str(newest / name) in line and "looking for an older" in line]
     assert [line for line in lines if "going on from" in line] == [f"going on from {before}"]
     assert rows(run_dir) == whole[module]
 
@@ -187,8 +188,83 @@ def test_without_a_whole_checkpoint_it_begins_again(damage, interrupted, tmp_pat
         damage(path / "state.pt")
     continued(ppo_ddp, run_dir)
     said = capfd.readouterr().out
-    assert said.count("the checkpoint before it is taken") == 2 and "the run begins again" in said
+    assert said.count(": looking for an older checkpoint") == 2 and "the run begins again" in said
     assert rows(run_dir) == whole[ppo_ddp]
+
+
+def test_what_a_killed_attempt_left_is_removed_before_more_is_written(interrupted, tmp_path):
+    """Otherwise a part of a checkpoint stays for as long as the disk that it fills takes no whole one."""
+    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    part = run_dir / "checkpoints" / "80.0123abcd.part"
+    part.mkdir()
+    (part / "replay-0").write_bytes(bytes(1000))
+    continued(ppo_ddp, run_dir)  # which writes no checkpoint any more
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["48", "64"]
+
+
+@pytest.mark.parametrize("change", ["more", "fewer", "another order"])
+def test_other_columns_are_refused_by_name(change, interrupted, tmp_path, monkeypatch):
+    """Rows under the old header would be in the wrong columns."""
+    run_dir, columns = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run"), ppo_ddp.COLUMNS
+    new = {"more": (*columns, "losses/mine"), "fewer": columns[1:], "another order": columns[::-1]}[change]
+    monkeypatch.setattr(ppo_ddp, "COLUMNS", new)
+    name = {"more": "losses/mine", "fewer": columns[0], "another order": "their order"}[change]
+    with pytest.raises(BadInput, match=f"^--run-dir: .*64 was written with other columns of metrics.csv .{name}.;"):
+        continued(ppo_ddp, run_dir)
+    monkeypatch.undo()
+    continued(ppo_ddp, run_dir)
+    assert rows(run_dir) == interrupted[1][ppo_ddp]
+
+
+class Slow:
+    """A rank's part of a buffer: eight arrays, each of which takes half a second to give, on rank 1."""
+
+    def __init__(self, rank: int):
+        self.seconds, self.arrays = 0.5 * rank, [np.full(50, i) for i in range(8)]
+
+    def pieces(self, shard):
+        for array in self.arrays:
+            time.sleep(self.seconds)
+            yield array
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        for array in self.arrays:
+            array[:] = 0
+
+
+def write_slowly(run_dir) -> None:
+    """On each of two ranks: four seconds for a checkpoint, and for reading it, under a --timeout of two."""
+    world, args = World(cuda=False), ppo_ddp.Args(checkpoint_every=512, timeout=2.0, run_dir=str(run_dir))
+    (run_dir / "config.json").touch()
+    record = {"script": "ppo_ddp", "world_size": 2, "args": vars(args)} | dict.fromkeys(MACHINE, {})
+    facts = {"resumed": False, "finished": False, "dir": run_dir, "columns": (), "note": print}
+    logger = SimpleNamespace(enabled=world.rank == 0, record=record, state_dict=dict, load_state_dict=len, **facts)
+    with world.process_group(200.0), world.watchdog.watching(args.timeout):  # to meet may take longer
+        replay = Slow(world.rank)
+        Checkpoints(args, world, logger, {}, replay).write(512)
+        logger.resumed = True
+        assert Checkpoints(args, world, logger, {}, replay).global_step == 512
+        assert all((array == i).all() for i, array in enumerate(replay.arrays))
+    end_now(0)
+
+
+def test_a_checkpoint_may_take_longer_than_the_timeout(tmp_path):
+    """Neither the rank that writes nor the one that waits for it is ended, as long as the writing goes on."""
+    (tmp_path / "run").mkdir()
+    fork(write_slowly, (tmp_path / "run",), 2, tmp_path / "out", {})
+
+
+def test_a_large_file_is_flushed_as_it_is_written(tmp_path, monkeypatch):
+    """No flush has more to write than a chunk and a piece, so that none takes much longer than another."""
+    flushed = [0]
+    monkeypatch.setattr(common.files, "CHUNK", 100_000)
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.lseek(file, 0, os.SEEK_CUR)))
+    pieces = [bytes(60_000)] * 20
+    assert write_flushed(tmp_path / "a", pieces) == size_and_digest([b"".join(pieces)])
+    assert flushed[-1] == 1_200_000 and max(np.diff(flushed)) <= 160_000
 
 
 @pytest.mark.parametrize("damage", [cut, emptied, flipped, longer, removed])
@@ -264,6 +340,11 @@ def test_a_finished_run_says_so(interrupted, tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
         continued(ppo_ddp, run_dir)
     assert ended.value.code == 0 and "holds the finished run" in capfd.readouterr().out
+    for path in (run_dir / "checkpoints").iterdir():
+        removed(path / "manifest.json")
+    with pytest.raises(SystemExit):
+        continued(ppo_ddp, run_dir)
+    assert "manifest" not in capfd.readouterr().out, "nothing of them is needed"
     assert (run_dir / "metrics.csv").read_bytes() == content
     with pytest.raises(BadInput, match="holds a run already; name a new directory, or go on with it by --resume"):
         continued(ppo_ddp, run_dir, resume=False)

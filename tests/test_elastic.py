@@ -122,6 +122,10 @@ def setup():
     return SimpleNamespace(settings=SimpleNamespace(mode="online"))
 
 
+def Settings(**settings):
+    return settings
+
+
 def init(id, resume, **_):
     note([id, resume])
     return Run()

@@ -259,6 +259,20 @@ def test_options_that_end_the_process_are_refused():
 
 
 @PROCGEN
+def test_a_limit_of_steps_that_procgen_ignores_is_refused():
+    with pytest.raises(BadInput, match="^--env-kwargs .*CoinrunEasy-v0 .*: it ignores max_episode_steps; leave"):
+        make_envs("envpool/CoinrunEasy-v0", 1, TRAINING, [0], SPACES, env_kwargs='{"max_episode_steps": 60}')
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Breakout-v5", "HalfCheetah-v5", "CheetahRun-v1", "LunarLander-v3"])
+def test_a_limit_of_steps_that_a_simulator_heeds_is_taken(task):
+    envs = make_envs(f"envpool/{task}", 1, TRAINING, [0], SPACES, env_kwargs='{"max_episode_steps": 3}')
+    envs.start()
+    assert [envs.step(envs.action_space.sample())[3].any() for _ in range(3)] == [False, False, True]
+    envs.close()
+
+
+@PROCGEN
 def test_procgens_levels():
     """One level for all, where there is one; otherwise each seed has its own."""
 
@@ -287,6 +301,11 @@ REFUSED = {
         "envpool/Breakout-v5",
         '{"stack_num": 1.5}',
     ): r"--env-kwargs .*: TypeError: stack_num 1.5: must be of type int, such as 4",
+    (
+        "envpool/CliffWalking-v1",
+        '{"max_episode_steps": 9}',
+    ): "--env-kwargs .*: it ignores max_episode_steps; leave that",
+    ("envpool/Highway-v0", '{"max_episode_steps": 9}'): "--env-kwargs .*: it ignores max_episode_steps; leave that out",
     ("envpool/CartPole-v1", '{"max_episode_steps": 0}'): "--env-kwargs .*: max_episode_steps 0: must be from 1 to ",
     ("envpool/Breakout-v5", '{"img_height": 2}'): "--env-id envpool/Breakout-v5 --env-kwargs .*smaller than 3 x 3",
     ("ALE/Pong-v5", '{"game": "breakout"}'): "--env-kwargs .*: game is not to be set here",

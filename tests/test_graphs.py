@@ -17,7 +17,7 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.graphs import WARMUP, Graphed, copies, tensors_of
+from common.graphs import SEEN, WARMUP, Graphed, copies, tensors_of
 from common.launch import BadInput
 
 FORBIDDEN = {"aten::_local_scalar_dense", "aten::lift_fresh"}  # values that go to Python, and come from it
@@ -158,6 +158,17 @@ def test_each_set_of_shapes_is_recorded_when_it_returns(emulated):
     for size in (2, 0, 2, 3, 0, 2):
         assert function(torch.ones(size), [torch.zeros(1)])[0].tolist() == [2.0] * size
     assert seen[WARMUP + 1 :] == [2, 0, 2, 0] and Recorder.replays == 6
+
+
+def test_counts_of_shapes_that_do_not_return_are_bounded(emulated):
+    """As of parts of a batch, which may have any size, in a run of any length; a shape that returns is recorded."""
+    function = Graphed(lambda x: 2 * x)
+    for size in range(1, 5 * SEEN):
+        function(torch.ones(size, 1))
+    assert len(function.calls) <= SEEN and not function.recordings
+    for _ in range(3):
+        assert function(torch.ones(7, 1)).tolist() == [[2.0]] * 7
+    assert list(function.recordings) == [((7, 1),)] and Recorder.replays == 2
 
 
 def test_results_are_not_those_of_the_next_call(emulated):

@@ -80,7 +80,8 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     """By the tensor's name where shapes differ or it is another script's; by the flag where that decides."""
     path = str(model_of(tmp_path, "ppo", 1).dir / "model.pt")
     said = refusal("ppo_ddp.py", tmp_path, load_model=path, env_id="Acrobot-v1", norm_obs=True)
-    assert f"--load-model {path}: agent.trunk.layers.0.weight is of (64, 4) there, of (64, 6) here;" in said
+    fault = "--env-id is Acrobot-v1, and CartPole-v1 there; agent.trunk.layers.0.weight is of (64, 4) there, of (64, 6)"
+    assert f"--load-model {path}: {fault} here;" in said
     said = refusal("dqn_ddp.py", tmp_path, load_model=path)
     assert "q_network.trunk.layers.0.weight is missing there, of " in said
     assert " is missing there, of " in refusal("ppg_ddp.py", tmp_path, load_model=path, norm_obs=True)

@@ -252,6 +252,20 @@ def test_the_time_left_is_that_of_learning(tmp_path, capsys):
     assert "left" not in before + first and "0:09:00 left" in later
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_columns_lack_is_told_on_every_rank(rank, tmp_path, monkeypatch):
+    """In one line that says where it belongs, and nothing of the row is written."""
+    monkeypatch.setenv("RANK", str(rank))
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    args = dqn_ddp.Args(run_dir=str(tmp_path / "run"))
+    with Logger(args, "dqn_ddp.py", dqn_ddp.COLUMNS, World(cuda=False)) as logger:
+        logger.log(8, {"losses/td_loss": 1.0})
+        with pytest.raises(Fault, match="^step 16: metrics.csv has no column losses/mine; add it to COLUMNS.$"):
+            logger.log(16, {"losses/td_loss": 1.0, "losses/mine": 1.0})
+    assert rank == 1 or (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 2
+
+
 def test_the_default_directory_names_the_run(tmp_path):
     process = start("ppo_ddp.py", 1, "--env-id tests.envs:ShortCartPole-v0 --total-timesteps 512", cwd=tmp_path)
     assert finish(process, tmp_path).code == 0

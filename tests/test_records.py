@@ -2,9 +2,11 @@
 
 import csv
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -34,7 +36,7 @@ def test_the_difference_from_the_commit_is_kept(tmp_path):
     """Of a changed script, of one that the commit lacks, of none; and a digest where there is no commit."""
     script = tmp_path / "there" / "mine.py"
     script.parent.mkdir()
-    script.write_text("x = 1\n")
+    script.write_text("import common.periods\n\nx = 1\n")
     none, difference = source_record(script)
     assert none["commit"] is None and none["changed"] is None and difference == ""
     git(script.parent, "init", "-q")
@@ -134,6 +136,16 @@ def test_a_file_that_is_cut_off_is_told(recorded, tmp_path, capsys):
         compare.load(tmp_path / "nowhere")
 
 
+def test_a_pipe_that_closes_ends_it_without_a_traceback(recorded):
+    """As `| head -1` does."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "benchmark.compare", str(recorded / "a"), str(recorded / "again")]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    os.close(write)
+    assert done.returncode == -signal.SIGPIPE and not done.stderr
+
+
 def test_a_row_before_learning_that_only_one_has_is_left_out(recorded, tmp_path, capsys):
     b = shutil.copytree(recorded / "a", tmp_path / "b")
     lines = (b / "metrics.csv").read_text().splitlines(True)
@@ -194,20 +206,18 @@ def test_a_suite_of_ones_own(tmp_path):
     assert done.returncode == 0 and "1 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
     done = python("benchmark.run", "own.py", "--cores", "2")
     assert done.returncode == 0 and "3 runs, 1 of them recorded" in done.stdout, done.stdout + done.stderr
-    record = json.loads((tmp_path / "benchmark/results/own/CartPole-v1__my_ppo__w1__s1.json").read_text())
+    record = json.loads((tmp_path / "runs/results/own/CartPole-v1__my_ppo__w1__s1.json").read_text())
     assert record["command"].startswith("python my_ppo.py --env-id CartPole-v1 --seed 1 ") and record["instructions"]
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     done = python("benchmark.plot", "own.py")
     assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 3, done.stdout + done.stderr
     assert "| my_ppo | 1 |" in done.stdout and "| ppo-fast | 1 |" in done.stdout
     new = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path not in before)
-    assert [str(path.relative_to(tmp_path)) for path in new] == ["benchmark/figures/own/CartPole-v1.svg"]
+    assert [str(path.relative_to(tmp_path)) for path in new] == ["runs/figures/own/CartPole-v1.svg"]
     assert (tmp_path / "README.md").read_text() == "mine\n<!-- own -->\n<!-- end own -->\nmine too\n"
     assert python("benchmark.plot", "own.py", "--readme", "README.md").returncode == 0
     assert (tmp_path / "README.md").read_text().startswith("mine\n<!-- own -->\n| environment | script |")
-    assert (
-        "](benchmark/figures/own/CartPole-v1.svg)\n<!-- end own -->\nmine too\n" in (tmp_path / "README.md").read_text()
-    )
+    assert "](runs/figures/own/CartPole-v1.svg)\n<!-- end own -->\nmine too\n" in (tmp_path / "README.md").read_text()
 
 
 def test_a_readme_without_the_markers_is_refused(tmp_path, monkeypatch):
@@ -235,7 +245,7 @@ def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
             lines = ["global_step,eval/episodic_return,charts/episodes,time/wall"]
             lines += [",".join(map(str, row[:3])) + f",{row[3] * run.world_size}" for row in rows]
             (folder / f"{run.name}.csv").write_text("\n".join(lines) + "\n")
-            (folder / f"{run.name}.json").write_text(json.dumps({"command": run.shown}))
+            (folder / f"{run.name}.json").write_text(json.dumps({"command": run.shown(Path("runs"))}))
         return plot.load(suite, tmp_path / "results")
 
     same = write("3")

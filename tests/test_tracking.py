@@ -3,12 +3,16 @@
 import csv
 import json
 import math
+import socket
+import sys
+from types import ModuleType
 
 import pytest
 from test_elastic import STUB
 
 import ppo_ddp
 from common.launch import BadInput
+from common.tracking import LOGIN_WAIT
 from runs import ROOT, Run, edited, finish, run, start
 
 FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --eval-every 512 --eval-episodes 3"
@@ -31,6 +35,61 @@ def test_a_wandb_that_fails_or_hangs_holds_nothing_up(how, tmp_path):
     reason = "the network is down" if how == "fails" else "it did not answer for 1 seconds"
     assert f"--track: wandb was handed 3 of 16 rows ({reason}); metrics.csv has all, and `wandb sync " in done.out
     assert len((tmp_path / "sent").read_text().splitlines()) == 1 + 3  # init, and the rows
+
+
+SETTINGS = {"num_envs": 2, "cuda": False, "eval_every": 40, "eval_episodes": 2, "num_threads": 1, "num_steps": 8}
+SETTINGS |= {"num_minibatches": 2, "total_timesteps": 80, "checkpoint_every": 16, "resume": True}
+
+
+@pytest.mark.parametrize("there", [0, 5, 8], ids=["nothing", "a part", "all"])
+def test_a_finished_run_is_sent_what_wandb_lacks(there, tmp_path, monkeypatch):
+    """As where nobody was logged in at its last start, or it was killed while it waited for wandb at its end."""
+    ppo_ddp.main(ppo_ddp.Args(**SETTINGS, run_dir=str(tmp_path / "run")))
+    metrics = (tmp_path / "run" / "metrics.csv").read_bytes()
+    monkeypatch.setenv("THERE", str(there))
+    monkeypatch.setenv("SENT", str(tmp_path / "sent"))
+    monkeypatch.setitem(sys.modules, "wandb", stub := ModuleType("wandb"))
+    exec(STUB, vars(stub))
+    codes = []
+    stub.Run.finish = lambda self, exit_code: codes.append(exit_code)
+    with pytest.raises(SystemExit) as ended:
+        ppo_ddp.main(ppo_ddp.Args(**SETTINGS, run_dir=str(tmp_path / "run"), track=True))
+    assert ended.value.code == 0 and codes == [0] and (tmp_path / "run" / "metrics.csv").read_bytes() == metrics
+    _, *sent = (json.loads(line) for line in (tmp_path / "sent").read_text().splitlines())
+    table = list(csv.DictReader(metrics.decode().splitlines()))
+    steps = [[number, float(row["global_step"])] for number, row in enumerate(table)]
+    assert len(steps) == 8 and [[number, row["global_step"]] for number, row in sent] == steps[there:]
+
+
+@pytest.mark.parametrize("timeout", [30.0, 60.0, 110.0, 600.0])
+def test_an_unreachable_wandb_is_given_up_before_the_ranks_have_waited(timeout, tmp_path, monkeypatch):
+    """The ranks meet within 0.8 of --timeout; wandb's own limit, of 90 seconds, stays where there is time for it."""
+    monkeypatch.setenv("THERE", "0")
+    monkeypatch.setenv("SENT", str(tmp_path / "sent"))
+    monkeypatch.setitem(sys.modules, "wandb", stub := ModuleType("wandb"))
+    exec(STUB, vars(stub))
+    limits, init = [], stub.init
+    stub.init = lambda settings, **kwargs: (limits.append(settings["init_timeout"]), init(**kwargs))[1]
+    settings = SETTINGS | {"timeout": timeout, "total_timesteps": 16, "run_dir": str(tmp_path / "run")}
+    ppo_ddp.main(ppo_ddp.Args(**settings, track=True))
+    (limit,) = limits
+    assert 1 <= limit <= 90 and LOGIN_WAIT + limit < 0.8 * timeout and (timeout < 600 or limit == 90)
+
+
+def test_a_short_timeout_with_wandb_is_refused():
+    with pytest.raises(BadInput, match="^--timeout 29.0: must be at least 30 with --track"):
+        ppo_ddp.Args(track=True, timeout=29.0)
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_first_says_that_wandb_cannot_be_reached(tmp_path):
+    """A server that takes connections and never answers, and the shortest --timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}", "WANDB_API_KEY": "0" * 40}
+        flags = "--track --timeout 30 --run-dir run"
+        ended = finish(start("ppo_ddp.py", 2, flags, cwd=tmp_path, WANDB_MODE="online", **env), tmp_path / "run")
+    assert ended.code == 1 and "error: --track: " in ended.err and "did not meet" not in ended.err, ended.err
+    assert not ended.dir.exists()
 
 
 def events(folder) -> dict[tuple[str, int], float]:
