@@ -115,7 +115,7 @@ def drawn(seed: int, number: int) -> Draw:
     chance = random.Random(f"{seed} {number}")
     script = chance.choices(("ppo", "ppg", "sac", "dqn"), (30, 25, 25, 20))[0]
     shards = chance.choice((2, 4, 8))
-    num_envs = shards * chance.choice((1, 1, 2, 3, 5, 16))
+    num_envs = shards * chance.choice((1, 1, 2, 3, 5, 9, 16))
     image = script != "sac" and chance.random() < 0.12
     flags = {"shards": str(shards), "num-envs": str(num_envs), "seed": str(chance.randrange(2**32))}
     flags["env-id"], flags["env-kwargs"] = "tests.envs:Drawn-v0", json.dumps(environment(chance, script, image))
@@ -126,7 +126,7 @@ def drawn(seed: int, number: int) -> Draw:
     total = int(flags["total-timesteps"])
     if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
-        flags["eval-episodes"] = str(chance.randint(1, 2 * shards))
+        flags["eval-episodes"] = str(chance.randint(1, chance.choice((2, 2, 5)) * shards))
     else:
         flags["eval-every"] = "0"
     if chance.random() < 0.15:
@@ -136,15 +136,15 @@ def drawn(seed: int, number: int) -> Draw:
     if chance.random() < 0.3:
         flags["check-sync-every"] = str(total // 3)
     processes = chance.choice([n for n in (2, 4) if n <= shards])
-    launches = [Launch(1, chance.choice(("", "1", "2"))), Launch(processes, chance.choice(("", "1", "2")))]
+    launches = [Launch(n, chance.choice(("", "", "1", "2"))) for n in (1, processes)]
     if chance.random() < 0.3:
         flags["checkpoint-every"] = str(max(1, total // chance.choice((2, 3, 5))))
         victim, others = chance.choice(launches), [n for n in (1, 2, 4) if n <= shards]
         if chance.random() < 0.8:
             victim.killed = chance.choice([n for n in others if n != victim.processes])
     edits = [name for name in EDITS if script in EDITS[name]]
-    edit = chance.choice(edits) if chance.random() < 0.0 and not image else ""
-    processor = chance.choices(list(PROCESSORS), (60, 15, 15, 10))[0]
+    edit = chance.choice(edits) if chance.random() < 0.15 and not image else ""
+    processor = chance.choices(list(PROCESSORS), (45, 20, 25, 10))[0]
     return Draw(number, script, flags, edit, launches, processor, real=number % 10 == 9)
 
 
@@ -173,7 +173,8 @@ def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, st
     steps = minibatches * chance.choice((3, 4, 7, 8, 12))
     iterations = -(-LEAST // (minibatches * epochs)) + chance.randint(0, 2)
     flags = {"num-steps": str(steps), "num-minibatches": str(minibatches), "update-epochs": str(epochs)}
-    flags |= switch(chance, "norm-obs", "norm-reward", "clip-vloss", "anneal-lr")
+    flags |= switch(chance, "norm-reward", "clip-vloss", "anneal-lr")
+    flags["norm-obs" if chance.random() < 0.3 else "no-norm-obs"] = ""
     flags["norm-adv"] = chance.choice(("minibatch", "batch", "none"))
     flags["learning-rate"] = chance.choice(("3e-4", "1e-3"))
     if chance.random() < 0.3:
