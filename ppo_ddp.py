@@ -205,7 +205,7 @@ class Agent(nn.Module):
             self.log_std = nn.Parameter(torch.zeros(size))
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        """Observations (B, *shape) -> pi (B, .)."""
+        """Observations (B, *shape) -> pi (B, .): what acts, and what the losses take in two steps."""
         return self.policy(self.trunk(obs))
 
     def policy(self, features: torch.Tensor) -> torch.Tensor:
