@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.acting import checked, numpy_layers
+from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible
 from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
@@ -46,7 +45,7 @@ from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Norm, Positive, Rate, Whole
 from common.replay import ReplayBuffer
-from common.shards import average_over_shards, per_shard, to_tensor
+from common.shards import average_over_shards, per_shard
 
 
 @dataclass
@@ -208,24 +207,6 @@ class QNetwork(nn.Module):
         q = self.head(features)
         return q if self.value_head is None else self.value_head(features) + q - q.mean(-1, keepdim=True)
 
-    def numpy_q(self) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Vector observations (n, size) -> values (n, num_actions), in numpy: on a few rows five times faster.
-
-        It must do what `forward` does, and is compared with it from the start on. None: `forward` itself acts.
-        """
-        if self.trunk.image:
-            return None
-        if self.value_head is None:
-            return numpy_layers(self.trunk.layers, self.head)
-        trunk, head, value_head = map(numpy_layers, (self.trunk.layers, self.head, self.value_head))
-
-        def q(obs: np.ndarray) -> np.ndarray:
-            features = trunk(obs)
-            advantages = head(features)
-            return value_head(features) + advantages - advantages.mean(-1, keepdims=True)
-
-        return q
-
 
 # ALGO LOGIC: losses
 
@@ -344,16 +325,11 @@ def train(
         return td_errors
 
     update = graphed(args.cuda_graphs, world, update, optimizer)
-    q_of = graphed(args.cuda_graphs, world, q_network)
-
-    def network_q(obs: np.ndarray) -> np.ndarray:
-        """Observations -> values of all actions (n, num_actions)."""
-        with torch.inference_mode():
-            return q_of(to_tensor(obs, device)).cpu().numpy()
+    acting = Acting(q_network, device, logger.note, graphed(args.cuda_graphs, world, q_network))
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return network_q(obs).argmax(-1) + action_space.start
+        return acting.network(obs).argmax(-1) + action_space.start
 
     checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
     load_model(args, world, state, checkpoints)  # collective
@@ -365,7 +341,7 @@ def train(
         if restart:  # at the start, and after each checkpoint
             obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
             rb.start(obs)
-            q_values = checked(q_network.numpy_q, network_q, obs, thorough=True)  # what acts
+            q_values = acting.refresh(obs)
             if args.eval_every and not checkpoints.number:  # before anything is learned
                 row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
                 if not world.stop:
@@ -390,7 +366,8 @@ def train(
         update_start = time.perf_counter()
         if global_step > max(args.learning_starts, args.num_envs * args.n_step):  # something can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
-            for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
+            updates = range(before // args.train_frequency + 1, global_step // args.train_frequency + 1)
+            for k in updates:
                 batches = rb.sample(args.batch_size, generator, device, beta)  # collective
                 errors = update([x.tensors for x in batches])  # collective
                 for batch, td_errors in zip(batches, errors, strict=True):
@@ -400,12 +377,12 @@ def train(
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-            if device.type != "cpu":
-                q_values = q_network.numpy_q() or network_q
+            if updates:
+                acting.copy_parameters()
         update_time += time.perf_counter() - update_start
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
-            q_values = checked(q_network.numpy_q, network_q, obs)
+            q_values = acting.refresh(obs)
 
         # metrics: sums and counts of all ranks, divided once
         last = global_step == budget or world.stop

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -41,7 +40,7 @@ import tyro
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.acting import checked, numpy_layers
+from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible, require_divisor
 from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
@@ -228,6 +227,10 @@ class Agent(nn.Module):
         if not self.discrete:
             self.log_std = nn.Parameter(torch.zeros(size))
 
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        """Observations (B, *shape) -> pi (B, .): what acts, and what the losses take in two steps."""
+        return self.policy(self.trunk(obs))
+
     def policy(self, features: torch.Tensor) -> torch.Tensor:
         out = self.actor(features)
         return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
@@ -255,17 +258,6 @@ class Agent(nn.Module):
         old_mean, old_log_std, mean, log_std = *old_pi.chunk(2, -1), *pi.chunk(2, -1)
         moved = ((2 * old_log_std).exp() + (old_mean - mean) ** 2) / (2 * (2 * log_std).exp())
         return (log_std - old_log_std + moved - 0.5).sum(-1)
-
-    def numpy_policy(self) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Vector observations (n, size) -> pi (n, .), in numpy: on a few rows five times faster.
-
-        It must do what `policy` of `trunk` does, and is compared with it each rollout. None: these themselves act.
-        """
-        mean = numpy_layers(self.trunk.layers, self.actor)
-        if self.discrete:
-            return mean
-        log_std = self.log_std.detach().cpu().numpy()
-        return lambda obs: np.concatenate([out := mean(obs), np.broadcast_to(log_std, out.shape)], -1)
 
     def sample(self, pi: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """pi (n, .) and noise, uniform (n,) or normal (n, d) -> actions (n,) by inverse CDF, or (n, d)."""
@@ -510,10 +502,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
 
     features_pi = graphed(args.cuda_graphs, world, features_pi)
 
-    def network_policy(obs: np.ndarray) -> np.ndarray:
-        """Observations as the networks read them -> pi (n, .)."""
-        with torch.inference_mode():
-            return features_pi(to_tensor(obs, device))[1].cpu().numpy()
+    acting = Acting(agent, device, logger.note, graphed(args.cuda_graphs, world, agent))
 
     def env_actions(sampled: np.ndarray) -> np.ndarray:
         """Sampled actions -> what `step` takes: shifted to the space's start, or cast and clipped to its bounds."""
@@ -524,7 +513,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
 
     def act(raw: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return env_actions(agent.mode(network_policy(normalized(raw))))
+        return env_actions(agent.mode(acting.network(normalized(raw))))
 
     checkpoints, restart = Checkpoints(args, world, logger, state), True  # collective
     load_model(args, world, state, checkpoints)  # collective
@@ -552,9 +541,7 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
         draw = torch.rand if agent.discrete else torch.randn
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
         final_obs = {}  # of truncated episodes, by step and environment
-        if not image:  # what acts on vectors in the networks' place; first tried with other parameters too
-            policy = checked(agent.numpy_policy, network_policy, normalized(next_obs), thorough=restart)
-            policy = per_shard(policy, shards, world)
+        policy = per_shard(acting.refresh(normalized(next_obs)), shards, world)
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.acting import checked, numpy_layers
+from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible
 from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
@@ -47,7 +46,7 @@ from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Period, Positive, Rate, Threads, Whole
 from common.replay import ReplayBuffer
-from common.shards import average_over_shards, per_shard, to_tensor
+from common.shards import average_over_shards, per_shard
 
 
 @dataclass
@@ -145,20 +144,6 @@ class Actor(nn.Module):
         log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
         log_det = 2 * (math.log(2) - u - F.softplus(-2 * u)) + self.scale.log()  # log(1 - tanh(u)^2), stable
         return self.bias + self.scale * u.tanh(), (log_prob - log_det).sum(-1)
-
-    def numpy_policy(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
-        """Observations (n, size), noise (n, d) -> actions (n, d), in numpy: on a few rows five times faster.
-
-        It must do what `forward` does, and is compared with it from the start on. None: `forward` itself acts.
-        """
-        layers, scale, bias = numpy_layers(self.layers), self.scale.cpu().numpy(), self.bias.cpu().numpy()
-
-        def policy(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-            mean, log_std = np.split(layers(obs), 2, -1)
-            log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (np.tanh(log_std) + 1)
-            return bias + scale * np.tanh(mean + np.exp(log_std) * noise)
-
-        return policy
 
 
 class Critics(nn.Module):
@@ -353,15 +338,12 @@ def train(
     critic_update = graphed(args.cuda_graphs, world, critic_update, q_optimizer)
     actor_update = graphed(args.cuda_graphs, world, actor_update, actor_optimizer)
 
+    acting = Acting(actor, device, logger.note)
+
     def as_taken(actions: np.ndarray) -> np.ndarray:
         """Actions (n, d) as the environments take them."""
         cast = actions.reshape(-1, *action_space.shape).astype(action_space.dtype)
         return cast.clip(action_space.low, action_space.high)
-
-    def network_policy(obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        """Observations (n, size), noise (n, d) -> actions (n, d)."""
-        with torch.inference_mode():
-            return actor(to_tensor(obs, device), to_tensor(noise, device))[0].cpu().numpy()
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
@@ -378,7 +360,7 @@ def train(
         if restart:  # at the start, and after each checkpoint
             obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
             rb.start(obs)
-            policy = checked(actor.numpy_policy, network_policy, obs, ones, thorough=True)  # what acts
+            policy = acting.refresh(obs, ones)
             if args.eval_every and not checkpoints.number:  # before anything is learned
                 row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
                 if not world.stop:
@@ -402,7 +384,8 @@ def train(
         update_start = time.perf_counter()
         if global_step > max(args.learning_starts, args.num_envs):  # something can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
-            for k in range(before // args.train_frequency + 1, global_step // args.train_frequency + 1):
+            updates = range(before // args.train_frequency + 1, global_step // args.train_frequency + 1)
+            for k in updates:
                 batches = rb.sample(args.batch_size, generator, device, beta)  # collective
                 noise = torch.randn(args.batch_size, d, generator=generator)
                 errors = critic_update([(*x.tensors, noise[x.places].to(device)) for x in batches])  # collective
@@ -418,12 +401,12 @@ def train(
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-            if device.type != "cpu":
-                policy = actor.numpy_policy() or network_policy
+            if updates:
+                acting.copy_parameters()
         update_time += time.perf_counter() - update_start
         if crossed(BOUNDARY, before, global_step):
             world.gather([])  # collective: stop requests, and a sign of life
-            policy = checked(actor.numpy_policy, network_policy, obs, ones)
+            policy = acting.refresh(obs, ones)
 
         # metrics: sums and counts of all ranks, divided once
         last = global_step == budget or world.stop

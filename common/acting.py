@@ -22,11 +22,11 @@ from common.shards import to_tensor
 
 
 class Acting:
-    """What acts on arrays in a module's place: its `forward`, or the first result of that where there are several.
+    """Computes on arrays what a module's `forward` computes on tensors; of several results, the first.
 
-    Attribute `derived`: the translation, or None where there is none. Then the module acts, and `note` has printed one
-    line that says why; images are for the module without a word. `forward` is called for the module, such as a CUDA
-    graph of it.
+    `derived` is the translation to numpy, or None. If there is none, the module acts, and `note` prints one line that
+    says why. On images the module always acts, and nothing is printed. `forward`, if given, is called in the module's
+    place: a CUDA graph of it, for instance.
     """
 
     def __init__(
@@ -36,41 +36,48 @@ class Acting:
         self.derived, self.copy_parameters, self.attributes, self.reason = None, nothing, None, ""
 
     def network(self, *inputs: np.ndarray) -> np.ndarray:
-        """The module itself on its device: arrays (n, ...) -> an array (n, ...)."""
+        """The module itself, on its device: arrays (n, ...) -> an array (n, ...)."""
         with torch.inference_mode():
             return first_result(self.forward(*(to_tensor(x, self.device) for x in inputs))).cpu().numpy()
 
     def refresh(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
-        """What acts until the next call: translated anew if a plain attribute has changed, and tried on `inputs`.
+        """Returns the function that acts until the next call, compared with the module on `inputs`.
 
-        Call it before each rollout, or every few hundred steps; on a GPU, `copy_parameters` after updates too. Raises
-        `Fault` if module and translation differ by more than rounding: `forward` reads a number that changes elsewhere.
+        Call this before each rollout, or every few hundred steps, and `copy_parameters` after updates, which a GPU
+        needs. The module is translated again if a plain attribute of it has changed. Raises `Fault` if the two differ
+        by more than rounding: then `forward` reads a number that changes and that is no attribute.
         """
         if any(x.ndim > 2 for x in inputs):
             return self.network
-        expected = self.network(*inputs)  # first, so that an error of the module's own is shown as such
         attributes = attributes_of(self.module)
         if attributes != self.attributes:
             self.attributes = attributes
             try:
                 self.derived, self.copy_parameters = derive(self.module, self.device, len(inputs))
-                result = self.derived(*inputs)
-                if (result.shape, result.dtype) != (expected.shape, expected.dtype):
-                    raise Unknown(f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}")
             except Exception as error:
-                self.derived, self.copy_parameters = None, nothing
-                before, self.reason = self.reason, " ".join(str(error).split())
-                if self.reason != before:
-                    self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({self.reason})")
+                self._give_up(error)
         if self.derived is None:
             return self.network
         self.copy_parameters()
-        gaps = self.derived(*inputs) - expected
-        gap, size, *sizes = (np.abs(x).max(initial=0.0) for x in (gaps, expected, *inputs))
+        expected = self.network(*inputs)  # first, so that an error of the module's own is shown as such
+        try:
+            result = self.derived(*inputs)
+            if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+                raise Unknown(f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}")
+        except Exception as error:
+            self._give_up(error)
+            return self.network
+        gap, size, *sizes = (np.abs(x).max(initial=0.0) for x in (result - expected, expected, *inputs))
         if gap > 1e-4 * max(size, *sizes):  # False where a network has diverged, which is said elsewhere
             differs = f"{type(self.module).__name__}.forward differs from its translation, by {gap:.2g} of {size:.2g}"
             raise Fault(f"{differs}: keep each number that it reads and that changes in an attribute of its module.")
         return self.derived
+
+    def _give_up(self, error: Exception) -> None:
+        self.derived, self.copy_parameters = None, nothing
+        before, self.reason = self.reason, " ".join(str(error).split())
+        if self.reason != before:
+            self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({self.reason})")
 
 
 def nothing() -> None:
@@ -78,7 +85,7 @@ def nothing() -> None:
 
 
 class Unknown(Exception):
-    """What has no translation, and where it stands."""
+    """The operation that has no translation, and the layer that it is in."""
 
 
 INTERNAL = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
@@ -86,7 +93,7 @@ INTERNAL -= {"_forward_hooks", "_forward_pre_hooks"}
 
 
 def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
-    """What `forward` may read of its modules, to be compared later: numbers as they are, tensors by their memory."""
+    """All that `forward` may read of its modules, to be compared later: numbers by value, tensors by address."""
 
     def snapshot(value: Any) -> Any:
         if isinstance(value, bool | int | float | str):
@@ -106,7 +113,7 @@ def first_result(output: Any) -> Any:
 
 
 class Tracer(fx.Tracer):
-    """Follows every module into its own code, and keeps each tensor that is read under a name."""
+    """Records operations, inside layers too, and every tensor that they read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +136,7 @@ class Tracer(fx.Tracer):
 
 
 def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Callable, Callable[[], None]]:
-    """`forward` as a function of arrays, and what copies parameters from a GPU to it anew. Raises what says why not."""
+    """Returns `forward` as a function of arrays, and what copies its parameters again. Raises what says why not."""
     for name, part in module.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
             raise Unknown(f"a hook or a parametrization, in {type(part).__name__} {name}".rstrip())
@@ -143,7 +150,7 @@ def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Ca
         except Exception as error:
             raise Unknown(f"{str(error).partition('. ')[0]}{inside(tracer.module_stack)}") from error
         finally:
-            for part, attributes in before:  # `forward` may have left symbols there
+            for part, attributes in before:  # `forward` may have set some
                 vars(part).clear()
                 vars(part).update(attributes)
         if not all(state.equal(x.get_rng_state()) for state, x in zip(states, generators, strict=True)):
@@ -157,7 +164,7 @@ def inside(stack: Mapping[str, tuple[str, type]]) -> str:
 
 
 def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[np.ndarray], Callable[[], None]]:
-    """The tensors as arrays, and what brings these up to date: on a CPU nothing, from a GPU one transfer."""
+    """Returns tensors as arrays, and what updates these: nothing on a CPU (same memory), one transfer from a GPU."""
     if device.type == "cpu":
         return [x.numpy() for x in tensors], nothing
     copy = torch.cat([x.reshape(-1) for x in tensors]).cpu()
@@ -169,10 +176,10 @@ def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[n
 
 
 def compiled(graph: fx.Graph, arrays: dict[str, np.ndarray], num_inputs: int) -> Callable[..., np.ndarray]:
-    """The first result of a graph as one function; what this result does not need is left out."""
+    """Returns the first result of a graph as one Python function, without the operations that it does not need."""
     *nodes, output = graph.nodes
     result = first_result(output.args[0])
-    last_use = {result: output}  # of what is needed
+    last_use = {result: output}  # of each node that is needed
     for node in reversed(nodes):
         if node in last_use:
             for needed in node.all_input_nodes:
@@ -183,8 +190,8 @@ def compiled(graph: fx.Graph, arrays: dict[str, np.ndarray], num_inputs: int) ->
         name = getattr(node.target, "__name__", node.target)
         if node.op == "get_attr":
             names[node.name] = arrays[node.target]
-        elif node.op == "placeholder" or (node not in last_use and not name.endswith("_")):  # which would work in place
-            continue
+        elif node.op == "placeholder" or (node not in last_use and not name.endswith("_")):
+            continue  # an operation in place, such as `add_`, is needed in any case; it is not known below
         elif name in OPERATORS and not node.kwargs and None not in node.args:
             lines.append(f"    {node} = {OPERATORS[name].format(*map(repr, node.args))}\n")
         else:
@@ -199,7 +206,7 @@ def compiled(graph: fx.Graph, arrays: dict[str, np.ndarray], num_inputs: int) ->
 
 
 def translation(node: fx.Node, name: str) -> Callable:
-    """What does on arrays what a node does on tensors."""
+    """Returns the function on arrays for a node's function on tensors."""
     if name in NUMPY:
         return NUMPY[name]
     if name == "getattr" and node.args[1] in ("dtype", "shape", "ndim"):
@@ -210,7 +217,7 @@ def translation(node: fx.Node, name: str) -> Callable:
 
 
 def on_arrays(function: Callable) -> Callable:
-    """A function of torch's, on the arrays' memory."""
+    """Returns a function of torch that takes and gives arrays."""
 
     def tensor(x: Any) -> Any:
         if isinstance(x, np.ndarray):
@@ -229,10 +236,11 @@ def chunk(x: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
     return [x[(..., slice(i, i + size), *after)] for i in range(0, x.shape[dim], size)]
 
 
+# by torch's names; what is in none of these has no translation
 OPERATORS = {"linear": "{} @ {}.T + {}", "to": "{}.astype({}, copy=False)", "getitem": "{}[{}]", "matmul": "{} @ {}"}
 OPERATORS |= {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "truediv": "{} / {}", "div": "{} / {}"}
 OPERATORS |= {"lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}"}
-NUMPY = {  # of the rest, TORCH names what torch does on arrays
+NUMPY = {
     "linear": lambda x, weight, bias: x @ weight.T,  # without a bias
     "relu": lambda x, inplace=False: np.maximum(x, 0.0, out=x if inplace else None),
     "clamp": lambda x, min=None, max=None: np.clip(x, min, max),
@@ -248,7 +256,7 @@ NUMPY = {  # of the rest, TORCH names what torch does on arrays
 }
 NUMPY |= {"abs": np.abs, "cos": np.cos, "exp": np.exp, "log": np.log, "neg": np.negative, "sin": np.sin}
 NUMPY |= {"sqrt": np.sqrt, "square": np.square, "tanh": np.tanh}
-TORCH = {
+TORCH = {  # what torch does on the arrays' memory
     *("elu", "silu", "gelu", "mish", "leaky_relu", "hardtanh", "softplus", "sigmoid", "softmax", "log_softmax"),
     *("layer_norm", "rms_norm", "amax", "amin", "max", "min", "maximum", "minimum", "std", "var", "logsumexp"),
     *("expand", "split", "unbind", "flatten", "view", "reshape", "squeeze", "unsqueeze"),

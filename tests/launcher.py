@@ -13,10 +13,9 @@ import signal
 import sys
 import time
 
-import numpy as np
 import torch
 
-from common import acting, checkpoint, distributed, logger, watchdog
+from common import checkpoint, distributed, logger, watchdog
 from common.launch import BadInput, launch
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
@@ -94,7 +93,7 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
 
 
 def depend_on_rows() -> None:
-    """Change every layer's results by a millionth for each row that it is given, those of numpy copies too."""
+    """Change every layer's results by a millionth for each row that it is given, and so what acts in its place."""
 
     def changed(function, axis: int):
         def replacement(x, y, *rest):  # a layer and its input, or a bias and the input that follows it
@@ -105,13 +104,6 @@ def depend_on_rows() -> None:
     for layer in (torch.nn.Linear, torch.nn.Conv2d):
         layer.forward = changed(layer.forward, 0)
     torch.baddbmm = changed(torch.baddbmm, 1)
-    linear = acting.linear
-
-    def copied(layer):
-        apply = linear(layer)
-        return lambda x: apply(x) * np.float32(1 + 1e-6 * len(x))
-
-    acting.linear = copied
 
 
 def main(words: list[str]) -> None:

@@ -188,25 +188,6 @@ def test_moments_far_from_zero_are_the_same_however_split(offset, spread):
     assert stds == pytest.approx([np.sqrt(x.var() + 1e-8)] * 3, rel=1e-9)
 
 
-@pytest.mark.parametrize("space", [DISCRETE, BOX])
-def test_the_numpy_policy_is_the_policy(space, float64):
-    """Also after an update in place, and with other layers; one that it does not know is refused, not ignored."""
-    agent = ppo_ddp.Agent(VECTOR, space, channels_first=False)
-    obs = torch.randn(5, 3)
-    for _ in range(2):
-        expected = agent.policy(agent.trunk(obs)).detach().numpy()
-        np.testing.assert_allclose(agent.numpy_policy()(obs.numpy()), expected, rtol=1e-12)
-        with torch.no_grad():
-            for parameter in agent.parameters():
-                parameter += 0.1
-    agent.trunk.layers[1] = nn.Sequential(nn.ReLU(), nn.Linear(64, 64, bias=False))
-    expected = agent.policy(agent.trunk(obs)).detach().numpy()
-    np.testing.assert_allclose(agent.numpy_policy()(obs.numpy()), expected, rtol=1e-12)
-    agent.trunk.layers[1] = nn.LayerNorm(64)
-    with pytest.raises(TypeError, match="LayerNorm"):
-        agent.numpy_policy()
-
-
 def test_discounted_returns_by_hand():
     carry = np.array([8.0, 8.0])
     dones = np.array([[False, True], [False, False]])

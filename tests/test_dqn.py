@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dqn_ddp
+from common.acting import Acting
 from common.distributed import World
 from common.launch import BadInput
 from runs import assert_close, fork, run
@@ -50,7 +51,8 @@ def test_dueling_values_by_hand():
             assert network.value_head[0].weight.shape == (84, 120) and network.value_head[2].weight.shape == (1, 84)
             q = network.value_head(features) + q - (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
         torch.testing.assert_close(network(obs), q)
-        torch.testing.assert_close(torch.from_numpy(network.numpy_q()(obs.numpy())), q)
+        q_values = Acting(network, torch.device("cpu"), pytest.fail).refresh(obs.numpy())
+        torch.testing.assert_close(torch.from_numpy(q_values(obs.numpy())), q)
 
 
 def gradients_of_shares() -> None:

@@ -1,4 +1,4 @@
-"""A user's edits of a copied script: either what acts is what learns, or the run says what to change.
+"""A user's edits of a copied script: what acts is always what learns.
 
 And what PPO and PPG define alike is alike, source for source.
 """
@@ -6,6 +6,7 @@ And what PPO and PPG define alike is alike, source for source.
 import ast
 import difflib
 import importlib.util
+import re
 import sys
 
 import gymnasium as gym
@@ -13,130 +14,189 @@ import numpy as np
 import pytest
 import torch
 
-import ppo_ddp
-from common import acting
+from common.acting import Acting
 from common.launch import Fault
 from runs import ROOT, edited
 
 ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}
 REPLAY = {"total_timesteps": 1200, "learning_starts": 200, "batch_size": 8, "train_frequency": 8, "eval_every": 0}
 SETTINGS = {"ppo_ddp.py": ACTOR_CRITIC, "ppg_ddp.py": ACTOR_CRITIC | {"n_pi": 2, "update_epochs": 4}}
-SETTINGS |= {"dqn_ddp.py": REPLAY, "sac_ddp.py": REPLAY}
+SETTINGS |= {"dqn_ddp.py": REPLAY | {"log_every": 100}, "sac_ddp.py": REPLAY | {"log_every": 100}}
 BOX, DUELING = {"env_id": "Pendulum-v1"}, {"dueling": True}
 
 CAST = "        obs = obs.to(torch.get_default_dtype())\n"
 APPLY = "        return self.layers(obs if self.scale == 1.0 else obs / self.scale)\n"
+LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
 RESIDUAL = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + x\n"
 CONCAT = "torch.cat([out, self.log_std.expand_as(out)], -1)"
 HEAD = "layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
 WIDE_HEAD = "nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, size))"
 BOUNDED = "log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)"
-DIFFERS = r"numpy_\w+ differs from the networks, .*: do in \w+\.numpy_\w+ what the networks do, or let it return None"
-UNKNOWN = "does not fit the networks .LayerNorm is not a layer it knows.: .* or let it return None"
+GATE = "self.gate = nn.Parameter(torch.zeros(()))\n"
+SHAPE = "        self.image, self.channels_first = len(space.shape) == 3, channels_first\n"
+GATED = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + self.gate * x\n"
+SCALED = CAST.replace("())\n", "()) / 10\n")
+BRANCH = "        obs = obs / 10 if obs.sum() > 0 else obs\n"
 
-# edit: (what stands there, what the user writes, what the run says or nothing, settings)
+# edit: (what stands there and what the user writes, and so on; settings), or also why no translation acts
 PPO = {
-    "deeper": ("nn.Tanh()]", "nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]", "", {}),
-    "ReLU": ("nn.Tanh()", "nn.ReLU()", "", {}),
-    "another head": (HEAD, WIDE_HEAD, "", BOX),
-    "the networks act": (APPLY, RESIDUAL, "", {}),
-    "layer norm": ("64)), nn.Tanh()]", "64)), nn.LayerNorm(64)]", UNKNOWN, {}),
-    "residual": (APPLY, RESIDUAL, DIFFERS, {}),
-    "input scaling": (CAST, CAST.replace("())\n", "()) / 10\n"), DIFFERS, {}),
-    "squashed mean": (CONCAT, CONCAT.replace("[out,", "[out.tanh(),"), DIFFERS, BOX),
-    "clamped deviation": ("self.log_std.exp", "self.log_std.clamp(-5, 2).exp", DIFFERS, BOX),
-    "deviation of the state": (CONCAT, "torch.cat([out, features[:, :1]], -1)", DIFFERS, BOX),
+    "none": ([], {}),
+    "none, Box": ([], BOX),
+    "deeper": ([("nn.Tanh()]", "nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]")], {}),
+    "layer norm": ([("64)), nn.Tanh()]", "64)), nn.LayerNorm(64)]")], {}),
+    "another head": ([(HEAD, WIDE_HEAD)], BOX),
+    "residual": ([(APPLY, RESIDUAL)], {}),
+    "gated residual": ([(SHAPE, f"{SHAPE}        {GATE}"), (APPLY, GATED)], {}),
+    "input scaling": ([(CAST, SCALED)], {}),
+    "squashed mean": ([(CONCAT, CONCAT.replace("[out,", "[out.tanh(),"))], BOX),
+    "clamped deviation": ([("self.log_std.exp", "self.log_std.clamp(-5, 2).exp")], BOX),
+    "deviation of the state": ([(CONCAT, "torch.cat([out, features[:, :1].expand_as(out)], -1)")], BOX),
+    "dropout": (
+        [(LAYERS, LAYERS.replace("nn.Tanh()", "nn.Dropout(0.1)", 1))],
+        {},
+        "dropout .*, in Dropout trunk.layers.1",
+    ),
+    "branch": ([(CAST, CAST + BRANCH)], {}, "control flow, in Trunk trunk"),
+    "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, "parametrization, in .* actor"),
+    "old weight norm": ([(HEAD, f"nn.utils.weight_norm({HEAD})")], {}, "a hook or a parametrization, in Linear actor"),
 }
+PPO |= {x: ([("nn.Tanh()", f"nn.{x}()")], {}) for x in ("ReLU", "ELU", "SiLU", "GELU", "LeakyReLU", "Softplus")}
 DQN = {
-    "deeper": ("width, size)", "width, 32), nn.Tanh(), nn.Linear(32, size)", "", {}),
-    "layer norm": ("num_features), nn.ReLU()]", "num_features), nn.LayerNorm(120)]", UNKNOWN, {}),
-    "input scaling": (CAST, CAST.replace("())\n", "()) / 10\n"), DIFFERS, {}),
-    "another head": ("        q = self.head(features)\n", "        q = 2 * self.head(features)\n", DIFFERS, {}),
-    "dueling by maximum": ("q.mean(-1, keepdim=True)", "q.amax(-1, keepdim=True)", DIFFERS, DUELING),
+    "none": ([], {}),
+    "dueling": ([], DUELING),
+    "deeper": ([("width, size)", "width, 32), nn.Tanh(), nn.Linear(32, size)")], {}),
+    "layer norm": ([("num_features), nn.ReLU()]", "num_features), nn.LayerNorm(120)]")], DUELING),
+    "input scaling": ([(CAST, SCALED)], {}),
+    "another head": ([("        q = self.head(features)\n", "        q = 2 * self.head(features)\n")], {}),
+    "dueling by maximum": ([("q.mean(-1, keepdim=True)", "q.amax(-1, keepdim=True)")], DUELING),
+    "dropout": ([("nn.ReLU()]", "nn.Dropout()]")], {}, "dropout is not translated, in Dropout trunk.layers.1"),
 }
 SAC = {
-    "deeper": ("(256, 256), nn.ReLU()\n", "(256, 64), nn.Tanh(), nn.Linear(64, 256), nn.ReLU()\n", "", {}),
-    "layer norm": ("256), nn.ReLU()\n", "256), nn.LayerNorm(256)\n", "takes others without parameters, not Layer", {}),
-    "clamped deviation": (BOUNDED, "log_std = log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)", DIFFERS, {}),
-    "squashed mean": ("u = mean + ", "u = mean.tanh() + ", DIFFERS, {}),
-    "input scaling": ("self.layers(obs.to(noise.dtype))", "self.layers(obs.to(noise.dtype) / 10)", DIFFERS, {}),
+    "none": ([], {}),
+    "deeper": ([("(256, 256), nn.ReLU()\n", "(256, 64), nn.Tanh(), nn.Linear(64, 256), nn.ReLU()\n")], {}),
+    "clamped deviation": ([(BOUNDED, "log_std = log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)")], {}),
+    "squashed mean": ([("u = mean + ", "u = mean.tanh() + ")], {}),
+    "input scaling": ([("self.layers(obs.to(noise.dtype))", "self.layers(obs.to(noise.dtype) / 10)")], {}),
+    "softsign": ([("self.scale * u.tanh()", "self.scale * F.softsign(u)")], {}, "softsign is not translated"),
 }
 EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPO, "dqn_ddp.py": DQN, "sac_ddp.py": SAC}
 
 
-def train(tmp_path, script, *edits, **settings):
-    """Run an edited script in this process -> its module."""
+def edited_module(tmp_path, script, edits):
+    """The module of an edited copy of a script."""
     (tmp_path / script).write_text(edited(script, (ROOT / script).read_text(), *edits))
     spec = importlib.util.spec_from_file_location("edited", tmp_path / script)
     module = sys.modules["edited"] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its own
     spec.loader.exec_module(module)
-    module.main(module.Args(**SETTINGS[script] | settings, cuda=False, run_dir=str(tmp_path / "run")))
     return module
 
 
+def network_and_inputs(module, settings):
+    """A script's network for vectors of 4, and a function that draws inputs of it."""
+    rng, cpu, space = np.random.default_rng(0), torch.device("cpu"), gym.spaces.Box(-1, 1, (4,))
+    box = gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
+    if hasattr(module, "Actor"):
+        return module.Actor(space, box, cpu), lambda: (rng.normal(size=(5, 4)).astype("f"), rng.normal(size=(5, 2)))
+    if hasattr(module, "QNetwork"):
+        network = module.QNetwork(space, 3, False, settings.get("dueling", False))
+    else:
+        network = module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3), False)
+    return network, lambda: (rng.normal(size=(5, 4)).astype("f"),)
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("script, edit", [(script, edit) for script in EDITS for edit in EDITS[script]])
-def test_an_edited_network_acts_or_is_told(script, edit, tmp_path):
-    """Right: the run ends well. Told: before anything is learned, in one line; and nothing is left of the run."""
-    before, after, told, settings = EDITS[script][edit]
-    edits = [(before, after)]
-    if edit == "the networks act":
-        edits.append(("        mean = numpy_layers(", "        return None\n        mean = numpy_layers("))
-    if not told:
-        train(tmp_path, script, *edits, **settings)
-        assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") >= 3
-        return
-    with pytest.raises(Fault, match=told) as caught:
-        train(tmp_path, script, *edits, **settings)
-    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
-
-
-GATE = "self.gate = nn.Parameter(torch.zeros(()))\n"
-SHAPE = "        self.image, self.channels_first = len(space.shape) == 3, channels_first\n"
-GATED = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + self.gate * x\n"
-LATER = {
-    "ppo_ddp.py": [(SHAPE, f"{SHAPE}        {GATE}"), (APPLY, GATED)],
-    "dqn_ddp.py": [
-        ("        self.head = ", f"        {GATE}        self.head = "),
-        ("q = self.head(features)\n", "q = self.head(features) + self.gate * features[:, :2]\n"),
-    ],
-    "sac_ddp.py": [
-        ("        self.layers = mlp(", f"        {GATE}        self.layers = mlp("),
-        ("u = mean + ", "u = mean + self.gate * obs[:, :1] + "),
-    ],
-}
-LATER["ppg_ddp.py"] = LATER["ppo_ddp.py"]
-
-
-@pytest.mark.parametrize("script", LATER)
-def test_an_edit_that_shows_after_updates_is_told_then(script, tmp_path, monkeypatch):
-    """A gate that is closed at first, in a run that does not look ahead: found while it learns, and its rows stay."""
-    monkeypatch.setattr(acting, "set_values", lambda parameters, values: None)
-    with pytest.raises(Fault, match=DIFFERS):
-        train(tmp_path, script, *LATER[script], **({"log_every": 100} if SETTINGS[script] is REPLAY else {}))
-    rows = (tmp_path / "run" / "metrics.csv").read_text().count("\n") - 1
-    assert 1 <= rows < 12
-    with pytest.raises(Fault, match=DIFFERS):
-        monkeypatch.undo()
-        (tmp_path / "ahead").mkdir()
-        train(tmp_path / "ahead", script, *LATER[script])
-    assert not (tmp_path / "ahead" / "run").exists()
-
-
-def test_looking_ahead_leaves_the_networks_alone():
-    """What is tried with other parameters is put back bit for bit, and takes no draw from torch's generator."""
+def test_what_acts_is_the_network(script, edit, tmp_path, float64):
+    """A translation, at any parameters, without another look; otherwise the network, and one line says why."""
+    edits, settings, *reason = EDITS[script][edit]
     torch.manual_seed(0)
-    agent = ppo_ddp.Agent(gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,)), channels_first=False)
-    before, state = [p.detach().clone() for p in agent.parameters()], torch.get_rng_state()
-    seen = []
+    network, inputs = network_and_inputs(edited_module(tmp_path, script, edits), settings)
+    notes = []
+    acting = Acting(network, torch.device("cpu"), notes.append)
+    act = acting.refresh(*inputs())
+    assert bool(acting.derived) != bool(reason), notes
+    if reason:
+        (note,) = notes
+        assert re.search(f"acts by torch, more slowly than by numpy .*{reason[0]}", note) and "\n" not in note
+        assert acting.refresh(*inputs()) == act == acting.network and len(notes) == 1  # and it is said once
+        return
+    for size in (1, -1, 8, -8):
+        with torch.no_grad():
+            for p in network.parameters():
+                p.copy_(size * torch.randn(p.shape) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 1))
+        x = inputs()
+        expected = acting.network(*x)
+        np.testing.assert_allclose(act(*x), expected, rtol=1e-10, atol=1e-12 * np.abs(expected).max())
+    assert not notes
 
-    def networks(obs):
-        seen.append(agent.log_std[0].item())
-        return agent.policy(agent.trunk(torch.from_numpy(obs))).detach().numpy()
 
-    acting.checked(agent.numpy_policy, networks, np.ones((2, 3), np.float32), thorough=True)
-    assert len(set(seen)) == 5 and seen[-1] == 0.0
-    assert all(x.equal(y) for x, y in zip(before, agent.parameters(), strict=True))
-    assert state.equal(torch.get_rng_state())
+def train(tmp_path, script, edits, settings, monkeypatch) -> list[bool]:
+    """Run an edited script in this process -> whether a translation acted, each time that was looked at."""
+    module, derived, refresh = edited_module(tmp_path, script, edits), [], Acting.refresh
+
+    def watched(self, *inputs):
+        act = refresh(self, *inputs)
+        derived.append(act == self.derived)
+        return act
+
+    monkeypatch.setattr(Acting, "refresh", watched)
+    module.main(module.Args(**SETTINGS[script] | settings, cuda=False, run_dir=str(tmp_path / "run")))
+    return derived
+
+
+RUNS = [("ppo_ddp.py", "none"), ("ppo_ddp.py", "none, Box"), ("ppo_ddp.py", "residual"), ("ppo_ddp.py", "branch")]
+RUNS += [("ppg_ddp.py", "none"), ("ppg_ddp.py", "spectral norm"), ("dqn_ddp.py", "none"), ("dqn_ddp.py", "dueling")]
+RUNS += [("dqn_ddp.py", "dropout"), ("sac_ddp.py", "none"), ("sac_ddp.py", "squashed mean"), ("sac_ddp.py", "softsign")]
+
+
+@pytest.mark.parametrize("script, edit", RUNS)
+def test_a_run_of_an_edited_network_ends_well(script, edit, tmp_path, monkeypatch, capfd):
+    """And it says once, in one line, if the network itself acts."""
+    edits, settings, *reason = EDITS[script][edit]
+    derived = train(tmp_path, script, edits, settings, monkeypatch)
+    assert len(derived) >= 3 and set(derived) == {not reason}
+    assert capfd.readouterr().out.count("acts by torch") == len(reason)
+    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") >= 3
+
+
+def test_sac_stacks_no_layer_norm(tmp_path, monkeypatch):
+    """`mlp` is the critics' too, whose weights are stacked: that is said before anything is learned."""
+    edits = [("256), nn.ReLU()\n", "256), nn.LayerNorm(256)\n")]
+    with pytest.raises(Fault, match="takes others without parameters, not Layer"):
+        train(tmp_path, "sac_ddp.py", edits, {}, monkeypatch)
+    assert not (tmp_path / "run").exists()
+
+
+ROLLOUT = "        lr = given(learning_rate, device)\n", 1.5, "agent.trunk"  # a line of the loop, a factor, a module
+COLLECT = "        update_start = time.perf_counter()\n", 1.001
+LOOPS = {"ppo_ddp.py": ROLLOUT, "ppg_ddp.py": ROLLOUT}
+LOOPS |= {"dqn_ddp.py": (*COLLECT, "q_network.trunk"), "sac_ddp.py": (*COLLECT, "actor")}
+
+
+@pytest.mark.parametrize("script", LOOPS)
+def test_a_number_that_changes_elsewhere_ends_the_run(script, tmp_path, monkeypatch):
+    """A global that the loop changes: the translation has the old one, which a comparison finds; rows stay."""
+    line, factor, _ = LOOPS[script]
+    edits = [("# ALGO LOGIC: networks\n", "SCALE = [1.0]\n"), ("self.layers(obs", "self.layers(SCALE[0] * obs")]
+    edits += [(line, f"{line}        SCALE[0] *= {factor}\n")]
+    said = r"^\w+\.forward differs from its translation, by .*: keep each number that it reads and that changes in an "
+    with pytest.raises(Fault, match=f"{said}attribute of its module.$"):
+        train(tmp_path, script, edits, {}, monkeypatch)
+    assert 1 <= (tmp_path / "run" / "metrics.csv").read_text().count("\n") - 1 < 12
+
+
+@pytest.mark.parametrize("script", LOOPS)
+def test_an_attribute_that_changes_is_followed(script, tmp_path, monkeypatch):
+    line, factor, module = LOOPS[script]
+    edits = [("super().__init__()\n", "super().__init__()\n        self.gain = 1.0\n")]
+    edits += [("self.layers(obs", "self.layers(self.gain * obs"), (line, f"{line}        {module}.gain *= {factor}\n")]
+    assert set(train(tmp_path, script, edits, {}, monkeypatch)) == {True}
 
 
 ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in the same order
@@ -176,10 +236,3 @@ def test_what_ppo_and_ppg_define_alike_is_alike():
     for name, only in ONLY_PPO.items():
         lines = difflib.ndiff(ppo[name].split("\n"), ppg[name].split("\n"))
         assert sorted(line[2:].strip() for line in lines if line.startswith("- ")) == only
-
-
-def test_a_layer_whose_weight_is_made_by_a_hook_is_told():
-    """A copy of such a weight would be that of the last forward pass, not of the last update."""
-    layer = torch.nn.utils.weight_norm(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="Linear with hooks is not a layer it knows"):
-        acting.numpy_layers(torch.nn.Linear(2, 2), layer)

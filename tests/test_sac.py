@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dqn_ddp
 import sac_ddp
+from common.acting import Acting
 from common.distributed import World
 from common.launch import BadInput
 from runs import assert_close, fork, run
@@ -61,7 +62,8 @@ def test_log_probability_is_that_of_the_squashed_normal(float64):
     pi = TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(cache_size=1), affine])
     torch.testing.assert_close(log_prob, pi.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(actions, affine(torch.tanh(mean + log_std.exp() * noise)))
-    np.testing.assert_allclose(actor.numpy_policy()(obs.numpy(), noise.numpy()), actions.detach().numpy(), rtol=1e-12)
+    policy = Acting(actor, torch.device("cpu"), pytest.fail).refresh(obs.numpy(), noise.numpy())
+    np.testing.assert_allclose(policy(obs.numpy(), noise.numpy()), actions.detach().numpy(), rtol=1e-12)
 
 
 def test_log_probability_is_finite_where_tanh_is_one():
