@@ -137,16 +137,23 @@ def test_what_acts_is_the_network(script, edit, tmp_path, float64):
 
 
 def train(tmp_path, script, edits, settings, monkeypatch) -> list[bool]:
-    """Run an edited script in this process -> whether a translation acted, each time that was looked at."""
-    module, derived, refresh = edited_module(tmp_path, script, edits), [], Acting.refresh
+    """Run an edited script in this process -> whether a translation acted, for each time that this was looked at."""
+    module, derived, calls = edited_module(tmp_path, script, edits), [], []
+    refresh, network = Acting.refresh, Acting.network
 
-    def watched(self, *inputs):
+    def watched_refresh(self, *inputs):
         act = refresh(self, *inputs)
         derived.append(act == self.derived)
         return act
 
-    monkeypatch.setattr(Acting, "refresh", watched)
+    def watched_network(self, *inputs):
+        calls.append(inputs)
+        return network(self, *inputs)
+
+    monkeypatch.setattr(Acting, "refresh", watched_refresh)
+    monkeypatch.setattr(Acting, "network", watched_network)
     module.main(module.Args(**SETTINGS[script] | settings, cuda=False, run_dir=str(tmp_path / "run")))
+    assert (len(calls) == len(derived)) == all(derived)  # the network is called for comparisons alone, or acts
     return derived
 
 
