@@ -245,7 +245,7 @@ class Agent(nn.Module):
 
 
 class Batch(NamedTuple):
-    """B transitions of one shard."""
+    """B transitions."""
 
     obs: torch.Tensor  # (B, *shape) as the networks read them
     actions: torch.Tensor  # (B,) or (B, d)
@@ -292,7 +292,7 @@ class PPOLoss(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """What the n environments of one shard gave in an iteration, as views of memory that the next one uses again."""
+    """What n environments gave in an iteration, as views of memory that the next one uses again."""
 
     obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
@@ -395,20 +395,15 @@ def compute_gae(
     return advantages
 
 
-def minibatch_inds(
-    generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, world: World
-) -> torch.Tensor:
-    """Shuffled indices into a shard's flattened (num_steps, envs): (shards here, num_epochs, num_minibatches, size).
+def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
+    """Random numbers (num_epochs, n, num_steps) -> shuffled indices (num_epochs, num_minibatches, size).
 
-    The time indices of each environment are permuted by the shared generator and cut, so that a global minibatch
-    holds as many steps of every environment, and the same ones at any world size.
+    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the order of its
+    random numbers and cut, so that a minibatch holds as many steps of every environment.
     """
-    local_envs, num_shards = world.here(num_envs), len(world.shards)
-    order = torch.rand(num_epochs, num_envs, num_steps, generator=generator)[:, local_envs].argsort(stable=True)
-    size = order.shape[1] // num_shards  # environments of a shard
-    inds = order.view(num_epochs, num_shards, size, num_steps) * size + torch.arange(size)[:, None]
-    inds = inds.view(num_epochs, num_shards, size, num_minibatches, -1).permute(1, 0, 3, 2, 4)
-    return inds.reshape(num_shards, num_epochs, num_minibatches, -1)
+    num_epochs, n, _ = draws.shape
+    inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
+    return inds.view(num_epochs, n, num_minibatches, -1).transpose(1, 2).flatten(2)
 
 
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
@@ -530,35 +525,35 @@ def train(args: Args, run: Run) -> None:
         batches = [learning_batch(args, agent, x, scale, network_input) for x in rollouts]
         update_start = time.perf_counter()
 
-        # update; the advantages of all epochs are normalised by one collective
-        inds = minibatch_inds(generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, world)
-        inds, advantages = inds.to(device), [batch.advantages for batch in batches]
+        # update; all environments' random numbers are drawn on every rank, as the noise is
+        draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
+        draws = draws[:, world.here(args.num_envs)]
+        inds = [minibatch_inds(draws[:, rows], args.num_minibatches).to(device) for rows in envs.shards]
+        advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
-        advantages = [x[of_shard] for x, of_shard in zip(advantages, inds, strict=True)]
+        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]  # (num_epochs, num_minibatches, size)
         if args.norm_adv == "minibatch":
-            advantages = standardized(advantages, world)  # collective
+            advantages = standardized(advantages, world)  # collective, one for all epochs
         stats = []
         for epoch in range(args.update_epochs):
             for i in range(args.num_minibatches):
-                shards = zip(batches, inds[:, epoch, i], advantages, strict=True)
-                minibatches = [batch.take(mb)._replace(advantages=x[epoch, i]) for batch, mb, x in shards]
-                mb_stats = update(minibatches, given(fraction, device))  # collective
-                stats.append(mb_stats)
+                parts = zip(batches, inds, advantages, strict=True)
+                minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
+                stats.append(update(minibatches, given(fraction, device)))  # collective
             if args.target_kl is not None:
-                epoch_sums = [
-                    loss_sums(part, args.clip_coef) for part in zip(*stats[-args.num_minibatches :], strict=True)
-                ]
-                approx_kl = world.reduce(epoch_sums, {})["approx_kl"] / world.num_shards  # collective
-                if approx_kl / args.num_minibatches > args.target_kl:
+                epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
+                epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
+                if epoch_total["approx_kl"] / (args.num_minibatches * world.num_shards) > args.target_kl:
                     break
         if args.norm_obs:  # last, so that ratios start at 1
             obs_moments.update([x.obs for x in rollouts], world)  # collective
         update_end = time.perf_counter()
 
         # metrics: sums and counts of all ranks, divided once
-        losses = [loss_sums(part, args.clip_coef) for part in zip(*stats, strict=True)]
-        sums = [x.episodes | part | variances(batch) for x, part, batch in zip(rollouts, losses, batches, strict=True)]
+        losses = [loss_sums(x, args.clip_coef) for x in zip(*stats, strict=True)]
+        parts = zip(rollouts, losses, batches, strict=True)
+        sums = [rollout.episodes | loss | variances(batch) for rollout, loss, batch in parts]
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}

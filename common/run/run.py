@@ -39,6 +39,7 @@ class Run:
         self.state: dict[str, Any] = {}
         self.replay, self.losses = None, []
         self.global_step, self.last_step, self.restart = 0, 0, True
+        self.checkpoint_step = 0  # the last where a checkpoint could be written
 
     def keep(self, replay: Any = None, **state: Any) -> None:
         """Register what is equal on all processes at all times: modules, optimisers, generators, tensors, normalisers.
@@ -63,7 +64,7 @@ class Run:
         self._require_kept()
         self.last_step = last_step
         self.checkpoints = Checkpoints(self.args, self.world, self.logger, self.state, self.replay)  # collective
-        self.global_step = self.checkpoints.global_step
+        self.global_step = self.checkpoint_step = self.checkpoints.global_step
         load_model(self.args, self.world, self.state, self.checkpoints)  # collective
         self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}")
         if self.args.eval_every and not self.checkpoints.number:
@@ -94,10 +95,10 @@ class Run:
         due = crossed(log_every, self.global_step, global_step)
         return bool(ends or due or crossed(self.args.checkpoint_every, self.global_step, global_step))
 
-    def boundary(self, global_step: int, act: Act, whole: bool = True, since: int | None = None) -> bool:
+    def boundary(self, global_step: int, act: Act, may_checkpoint: bool = True) -> bool:
         """At multiples of their periods compare processes, evaluate, write a checkpoint -> whether the run is to end.
 
-        A checkpoint is written where `whole`, if one was due `since` (by default the last boundary).
+        `may_checkpoint`: nothing is half done that a checkpoint would lack. One that is due waits for that.
         """
         args, before, last = self.args, self.global_step, global_step == self.last_step or bool(self.world.stop)
         self.global_step = global_step
@@ -109,12 +110,18 @@ class Run:
             score = self._evaluate(global_step, act)  # collective
             if self.world.stop or (args.stop_at_return is not None and score >= args.stop_at_return):
                 return True
-        if whole and not last and crossed(args.checkpoint_every, before if since is None else since, global_step):
-            if self.replay is not None:
-                self.replay.cut()  # collective
-            self.checkpoints.write(global_step)  # collective
-            self.restart = True
+        if may_checkpoint and not last:
+            due = crossed(args.checkpoint_every, self.checkpoint_step, global_step)
+            self.checkpoint_step = global_step
+            if due:
+                self._write_checkpoint(global_step)  # collective
         return False
+
+    def _write_checkpoint(self, global_step: int) -> None:
+        if self.replay is not None:
+            self.replay.cut()  # collective
+        self.checkpoints.write(global_step)  # collective
+        self.restart = True
 
     def _evaluate(self, global_step: int, act: Act) -> float:
         """Play and log the evaluation -> its mean return."""
