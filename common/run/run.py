@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from common.arguments import RunArgs
 from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
 from common.environments import Environments
-from common.episodes import evaluate
+from common.episodes import EpisodeStatistics, episode_row, evaluate
 from common.equality import check_equal
 from common.launch import BadInput
 from common.logger import Logger
@@ -22,6 +24,7 @@ from common.periods import crossed
 from common.shards import average_over_shards
 
 Act = Callable[[np.ndarray], np.ndarray]
+MEETING = 500  # transitions (all processes) after which a request to stop is heard, however seldom rows are logged
 
 
 class Run:
@@ -90,7 +93,12 @@ class Run:
         return self.envs.start(self.checkpoints.number)
 
     def row_due(self, global_step: int, log_every: int) -> bool:
-        """Whether a row is to be logged now: at multiples of `log_every`, before a checkpoint, and last of all."""
+        """Whether a row is to be logged now: at multiples of `log_every`, before a checkpoint, and last of all.
+
+        Call it after each vector step, and `boundary` then. Requests to stop are heard here.
+        """
+        if crossed(MEETING, self.global_step, global_step):
+            self.world.gather([])  # collective
         ends = global_step == self.last_step or self.world.stop
         due = crossed(log_every, self.global_step, global_step)
         return bool(ends or due or crossed(self.args.checkpoint_every, self.global_step, global_step))
@@ -135,6 +143,41 @@ class Run:
         if self.args.save_model:
             self.logger.save(self.global_step, self.state | more)
         self.checkpoints.finish()
+
+
+class Means:
+    """What a row says of the many updates before it: means of what the losses return, by name, and times.
+
+    `seconds`: by column, to be added to; of a row, the slowest process's.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
+        # one tensor for each name: small ones kept until the row would fragment the heap by a batch's memory each
+        zero = partial(torch.zeros, (), dtype=torch.float64, device=self.world.device)
+        self.sums = [defaultdict(zero) for _ in self.world.shards]
+        self.counts: Counter[str] = Counter()
+
+    def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
+        """Add an update's numbers by name, for each shard here; their mean over all shards is that of the batch."""
+        self.counts.update(stats[0].keys())
+        for sums, part in zip(self.sums, stats, strict=True):
+            for name, value in part.items():
+                sums[name] += value
+
+    def row(self, episodes: EpisodeStatistics) -> dict[str, float]:
+        """The columns of episodes, losses and times, over all processes since the last call."""
+        losses = [{name: value.item() for name, value in sums.items()} for sums in self.sums]
+        sums = [ended | part for ended, part in zip(episodes.pop(), losses, strict=True)]
+        total = self.world.reduce(sums, maxima=self.seconds)  # collective
+        row = episode_row(total) | {name: total[name] for name in self.seconds}
+        row |= {f"losses/{name}": total[name] / n / self.world.num_shards for name, n in self.counts.items()}
+        self._clear()
+        return row
 
 
 @contextmanager
