@@ -96,7 +96,7 @@ class Environments(VectorWrapper):
         return obs
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step, as gymnasium's, after `in_space`. Raises `Fault` for NaN and inf: which environment, which step."""
+        """A vector step of actions `in_space`. Raises `Fault`, naming environment and step, for what is not finite."""
         self.steps += 1
         actions = self.in_space(actions)
         if self.float_actions and not math.isfinite(np.vdot(actions, actions)):

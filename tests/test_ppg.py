@@ -13,7 +13,7 @@ SMALL = {"num_envs": 4, "num_steps": 32, "n_pi": 4, "aux_epochs": 4, "num_aux_mi
 
 @pytest.fixture
 def record(monkeypatch, tmp_path):
-    """Run PPG in this process -> [(kind, copies of all parameters by name, statistics of the loss)] of its loss calls."""
+    """Run PPG in this process -> [(kind, copies of all parameters, statistics)] of its loss calls."""
 
     def train(**settings):
         calls, losses = [], {}
