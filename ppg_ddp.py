@@ -357,7 +357,7 @@ class AuxLoss(nn.Module):
         kl_loss = self.agent.kl_divergence(mb.old_pi, self.agent.policy(features)).mean()
         v_loss = 0.5 * ((self.agent.value(mb.obs, features) - mb.returns) ** 2).mean()
         loss = aux_v_loss + self.args.beta_clone * kl_loss + v_loss
-        stats = dict(zip(AUX_LOSSES, (aux_v_loss, kl_loss, v_loss), strict=True))
+        stats = {"aux_value_loss": aux_v_loss, "kl_loss": kl_loss, "real_value_loss": v_loss}
         return loss, {name: x.detach() for name, x in stats.items()}
 
 
@@ -377,7 +377,7 @@ class Rollout(NamedTuple):
     next_obs: np.ndarray  # (n, *shape)
     final_obs: list[np.ndarray]  # the last observations of truncated episodes
     episodes: dict[str, float]  # sums over the episodes that ended
-    phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the policy phase
+    phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the whole policy phase; `obs` is its newest part
 
 
 def learning_batch(args: Args, agent: Agent, rollout: Rollout, scale: float | None, network_input: Input) -> Batch:
@@ -442,11 +442,11 @@ def collect(
         learned = np.sign(rewards) if envs.atari else rewards
         returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), episodes.pop()
         rollouts = []
-        for rows, of_shard in zip(shards, sums, strict=True):
+        for rows, ended in zip(shards, sums, strict=True):
             finals = [x for (_, i), x in final_obs.items() if rows.start <= i < rows.stop]
             parts = (x[:, rows] for x in (obs, actions, learned, returns, dones, bootstrapped))
             kept = None if features is None else features[:, rows]
-            rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, of_shard, phase_obs[:, :, rows]))
+            rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended, phase_obs[:, :, rows]))
         yield rollouts
 
 
@@ -518,13 +518,13 @@ def variances(batch: Batch) -> dict[str, float]:
     return sums
 
 
-AUX_LOSSES = ("losses/aux/aux_value_loss", "losses/aux/kl_loss", "losses/aux/real_value_loss")
+AUX_LOSSES = ("aux_value_loss", "kl_loss", "real_value_loss")
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
     *(f"losses/{name}" for name in LOSSES),
     *("losses/explained_variance", "losses/epochs"),
-    *AUX_LOSSES,
+    *(f"losses/aux/{name}" for name in AUX_LOSSES),
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
     "time/aux",
 )
@@ -679,18 +679,20 @@ def train(args: Args, run: Run) -> None:
             aux_batches = [aux_batch(args, agent, x, torch.cat(returns), network_input) for x, returns in parts]
             draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
             draws = draws[:, world.here(args.num_envs)]
-            inds = [minibatch_inds(draws[:, rows], args.num_aux_minibatches) for rows in envs.shards]
+            aux_inds = [minibatch_inds(draws[:, rows], args.num_aux_minibatches) for rows in envs.shards]
             for aux_epoch in range(args.aux_epochs):
                 for i in range(args.num_aux_minibatches):
-                    parts = zip(aux_batches, inds, strict=True)
+                    parts = zip(aux_batches, aux_inds, strict=True)
                     minibatches = [batch.take(mb[aux_epoch, i], network_input) for batch, mb in parts]
                     aux_stats.append(aux_update(minibatches, given(fraction, device)))  # collective
                 world.gather([])  # collective; a stop request is heard here
                 if world.stop:
                     break
-            losses = [aux_loss_sums(x) for x in zip(*aux_stats, strict=True)]
-            aux_row = world.reduce(losses, maxima={"time/aux": time.perf_counter() - update_end})  # collective
-            aux_row |= {name: aux_row[name] / (len(aux_stats) * world.num_shards) for name in AUX_LOSSES}
+            aux_sums = [aux_loss_sums(x) for x in zip(*aux_stats, strict=True)]
+            aux_total = world.reduce(aux_sums, maxima={"time/aux": time.perf_counter() - update_end})  # collective
+            num_losses = len(aux_stats) * world.num_shards
+            aux_row = {f"losses/aux/{name}": aux_total[name] / num_losses for name in AUX_LOSSES}
+            aux_row["time/aux"] = aux_total["time/aux"]
 
         # metrics: sums and counts of all ranks, divided once
         losses = [loss_sums(x, args.clip_coef) for x in zip(*stats, strict=True)]

@@ -367,11 +367,11 @@ def collect(
         learned = np.sign(rewards) if envs.atari else rewards
         returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), episodes.pop()
         rollouts = []
-        for rows, of_shard in zip(shards, sums, strict=True):
+        for rows, ended in zip(shards, sums, strict=True):
             finals = [x for (_, i), x in final_obs.items() if rows.start <= i < rows.stop]
             parts = (x[:, rows] for x in (obs, actions, learned, returns, dones, bootstrapped))
             kept = None if features is None else features[:, rows]
-            rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, of_shard))
+            rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended))
         yield rollouts
 
 
