@@ -44,7 +44,7 @@ from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Norm, Positive, Rate, Whole
 from common.replay import Batch, ReplayBuffer
-from common.run.run import Means, Run, open_run
+from common.run import Means, Run, open_run
 from common.shards import per_shard
 
 

@@ -59,7 +59,7 @@ from common.launch import BadInput, launch
 from common.machine import require_compiler, require_memory, set_threads
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.ranges import Count, Fraction, Json, Norm, Positive, Weight, Whole
-from common.run.run import Run, open_run
+from common.run import Run, open_run
 from common.shards import per_shard, to_tensor
 
 Normalized = Callable[[np.ndarray], np.ndarray]

@@ -45,7 +45,7 @@ from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Period, Positive, Rate, Threads, Whole
 from common.replay import Batch, ReplayBuffer
-from common.run.run import Means, Run, open_run
+from common.run import Means, Run, open_run
 from common.shards import per_shard
 
 

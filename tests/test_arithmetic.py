@@ -221,7 +221,7 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
         played[:] = np.asarray(values, dtype=float).tolist()
         return np.asarray(values, dtype=float).reshape(1, -1)
 
-    world = SimpleNamespace(rank=0, world_size=1, gather=gather, stop=0)
+    world = SimpleNamespace(rank=0, world_size=1, sharded=False, gather=gather, stop=0)
     envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
     row = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
     envs.close()
@@ -279,7 +279,7 @@ def test_minatar_evaluations_repeat_at_any_world_size():
 
     class Rank(World):
         def __init__(self, rank, world_size):
-            self.rank, self.world_size, self.stop = rank, world_size, 0
+            self.rank, self.world_size, self.stop, self.sharded = rank, world_size, 0, False
 
         def gather(self, values):
             self.played = values
