@@ -22,6 +22,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -246,8 +247,8 @@ def collect(
         if step == first_step or step % NOISE_STEPS == 0:
             noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
             q_values = per_shard(acting.refresh(obs), envs.shards, run.world)
-        decayed = step * args.num_envs / max(1.0, args.exploration_fraction * run.last_step)
-        epsilon = linear_schedule(args.start_e, args.end_e, decayed)
+        progress = step * args.num_envs / max(1.0, args.exploration_fraction * run.last_step)
+        epsilon = linear_schedule(args.start_e, args.end_e, progress)
         explore, choice = noise[step % NOISE_STEPS]
         actions, greedy = (choice * num_actions).astype(np.int64), explore >= epsilon
         if greedy.any():
@@ -309,10 +310,9 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    spaces = envs.single_observation_space, int(envs.single_action_space.n)
-    design = *spaces, envs.channels_first, args.dueling, args.network
-    q_network = QNetwork(*design).to(device)
-    target_network = QNetwork(*design).to(device).requires_grad_(False)
+    sizes = envs.single_observation_space, int(envs.single_action_space.n)
+    q_network = QNetwork(*sizes, envs.channels_first, args.dueling, args.network).to(device)
+    target_network = deepcopy(q_network).requires_grad_(False)
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
     run.keep(q_network=q_network, target_network=target_network, optimizer=optimizer, generator=generator, replay=rb)
@@ -329,8 +329,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         for batch in batches:  # gradients are averaged at the last backward
             with torch.no_grad():
                 next_q = q_network(batch.next_obs) if args.double_q else None
-                next_target_q = target_network(batch.next_obs)
-                td_target = compute_td_target(batch.rewards, batch.discounts, next_target_q, next_q)
+                td_target = compute_td_target(batch.rewards, batch.discounts, target_network(batch.next_obs), next_q)
             loss, batch_stats = ddp_loss(batch, td_target)
             optimizer.zero_grad()
             loss.backward()  # collective
@@ -373,7 +372,6 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/rollout"] += update_start - rollout_start
         means.seconds["time/update"] += time.perf_counter() - update_start
 
-        # log
         if run.row_due(global_step, args.log_every):  # collective
             row = means.row(episodes)  # collective
             row |= {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon}

@@ -223,24 +223,22 @@ class ActorLoss(nn.Module):
 
 # ALGO LOGIC: collect
 
-CHECK_STEPS = 64  # vector steps from one comparison of what acts with the actor to the next
-
 
 def collect(
     args: Args, run: Run, rb: ReplayBuffer, actor: Actor, acting: Acting, generator: torch.Generator
 ) -> Iterator[EpisodeStatistics]:
     """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes."""
-    envs, local_envs = run.envs, run.world.here(args.num_envs)
+    envs, d, local_envs = run.envs, len(actor.scale), run.world.here(args.num_envs)
     obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
     rb.start(obs)
     first_step = run.global_step // args.num_envs
     for step in itertools.count(first_step):
         # all environments' noise is drawn on every rank, each takes its own
-        noise = torch.rand if step * args.num_envs < args.learning_starts else torch.randn
-        noise = noise(args.num_envs, len(actor.scale), generator=generator)[local_envs]
-        if step == first_step or step % CHECK_STEPS == 0:
+        uniform = step * args.num_envs < args.learning_starts
+        noise = (torch.rand if uniform else torch.randn)(args.num_envs, d, generator=generator)[local_envs]
+        if step == first_step or step % 64 == 0:  # now and then compared with the actor
             policy = per_shard(acting.refresh(obs, noise.numpy()), envs.shards, run.world)
-        if step * args.num_envs < args.learning_starts:
+        if uniform:
             actions = (actor.bias + actor.scale * (2 * noise.to(run.device) - 1)).cpu().numpy()
         else:
             actions = policy(obs, noise.numpy())
@@ -397,7 +395,6 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/rollout"] += update_start - rollout_start
         means.seconds["time/update"] += time.perf_counter() - update_start
 
-        # log
         if run.row_due(global_step, args.log_every):  # collective
             row = means.row(episodes)  # collective
             row |= {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}

@@ -24,7 +24,7 @@ from common.periods import crossed
 from common.shards import average_over_shards
 
 Act = Callable[[np.ndarray], np.ndarray]
-MEETING = 500  # transitions (all processes) after which a request to stop is heard, however seldom rows are logged
+MEETING = 500  # transitions (all processes) after which a request to stop is heard, if rows are rarer
 
 
 class Run:
@@ -95,7 +95,7 @@ class Run:
     def row_due(self, global_step: int, log_every: int) -> bool:
         """Whether a row is to be logged now: at multiples of `log_every`, before a checkpoint, and last of all.
 
-        Call it after each vector step, and `boundary` then. Requests to stop are heard here.
+        To be called after each vector step, before `boundary`. Requests to stop are heard here.
         """
         if crossed(MEETING, self.global_step, global_step):
             self.world.gather([])  # collective
@@ -146,9 +146,9 @@ class Run:
 
 
 class Means:
-    """What a row says of the many updates before it: means of what the losses return, by name, and times.
+    """Means over the updates since the last row of what losses return by name, and times.
 
-    `seconds`: by column, to be added to; of a row, the slowest process's.
+    `seconds`: by column, for the script to add to. A row shows those of the slowest process.
     """
 
     def __init__(self, world: World) -> None:
@@ -157,20 +157,20 @@ class Means:
 
     def _clear(self) -> None:
         self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
-        # one tensor for each name: small ones kept until the row would fragment the heap by a batch's memory each
+        # one tensor for each name: many small ones, kept until the row, would fragment the memory of batches
         zero = partial(torch.zeros, (), dtype=torch.float64, device=self.world.device)
         self.sums = [defaultdict(zero) for _ in self.world.shards]
         self.counts: Counter[str] = Counter()
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
-        """Add an update's numbers by name, for each shard here; their mean over all shards is that of the batch."""
+        """Add an update's numbers by name, for each shard here. Their mean over all shards is the batch's."""
         self.counts.update(stats[0].keys())
         for sums, part in zip(self.sums, stats, strict=True):
             for name, value in part.items():
                 sums[name] += value
 
     def row(self, episodes: EpisodeStatistics) -> dict[str, float]:
-        """The columns of episodes, losses and times, over all processes since the last call."""
+        """The columns of episodes, losses and times since the last call, over all processes."""
         losses = [{name: value.item() for name, value in sums.items()} for sums in self.sums]
         sums = [ended | part for ended, part in zip(episodes.pop(), losses, strict=True)]
         total = self.world.reduce(sums, maxima=self.seconds)  # collective
