@@ -322,7 +322,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.wraps else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.wraps else actor_loss_fn  # collective
-    run.average_gradients(ddp_critic_loss, ddp_actor_loss)
+    run.average_gradients(ddp_critic_loss)
+    run.average_gradients(ddp_actor_loss)
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
     def critic_update(batches: list[Batch], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -40,7 +40,7 @@ class Run:
         self.args, self.world, self.device, self.logger = args, world, world.device, logger
         self.envs, self.eval_envs = envs, eval_envs
         self.state: dict[str, Any] = {}
-        self.replay, self.losses = None, []
+        self.replay = None
         self.global_step, self.last_step, self.restart = 0, 0, True
         self.checkpoint_step = 0  # the last where a checkpoint could be written
 
@@ -53,18 +53,27 @@ class Run:
         self.state |= state
         self.replay = replay if replay is not None else self.replay
 
-    def average_gradients(self, *losses: nn.Module) -> None:
-        """Let DDP average gradients over shards (`--shards`), otherwise over processes; refuse what cannot be equal."""
-        for loss in losses:
-            average_over_shards(loss, self.world)
-            self.losses.append(loss)
+    def average_gradients(self, loss: nn.Module) -> None:
+        """Let DDP average the gradients of a wrapped loss over shards (`--shards`), otherwise over processes.
+
+        Raises `BadInput` for what the loss trains and `keep` lacks: a resumed run would lose it.
+        """
+        average_over_shards(loss, self.world)
+        optimizers = [x for x in self.state.values() if isinstance(x, torch.optim.Optimizer)]
+        stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        kept = {x for x in self.state.values() if isinstance(x, torch.Tensor)}
+        kept |= {p for x in self.state.values() if isinstance(x, nn.Module) for p in x.parameters()}
+        for name, parameter in loss.named_parameters():
+            if parameter.requires_grad and not (parameter in kept and parameter in stepped):
+                lacking = "its module" if parameter not in kept else "its optimiser"
+                name = name.removeprefix("module.")
+                raise BadInput(f"run.keep: {name} is trained, but {lacking} is not kept; call run.keep with it before.")
 
     def begin(self, act: Act, last_step: int, plan: str) -> None:
         """Go on from a checkpoint or load a model, print `plan`, and evaluate `act` before anything is learned.
 
-        `last_step`: transitions at the end of the run. Raises `BadInput` for what the losses train and `keep` lacks.
+        `last_step`: transitions at the end of the run.
         """
-        self._require_kept()
         self.last_step = last_step
         self.checkpoints = Checkpoints(self.args, self.world, self.logger, self.state, self.replay)  # collective
         self.global_step = self.checkpoint_step = self.checkpoints.global_step
@@ -72,20 +81,6 @@ class Run:
         self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}")
         if self.args.eval_every and not self.checkpoints.number:
             self._evaluate(0, act)  # collective
-
-    def _require_kept(self) -> None:
-        optimizers = [x for x in self.state.values() if isinstance(x, torch.optim.Optimizer)]
-        stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        kept = {x for x in self.state.values() if isinstance(x, torch.Tensor)}
-        kept |= {p for x in self.state.values() if isinstance(x, nn.Module) for p in x.parameters()}
-        for loss in self.losses:
-            for name, parameter in loss.named_parameters():
-                if parameter.requires_grad and not (parameter in kept and parameter in stepped):
-                    lacking = "its module" if parameter not in kept else "its optimiser"
-                    name = name.removeprefix("module.")
-                    raise BadInput(
-                        f"run.keep: {name} is trained, but {lacking} is not kept; add it, or it is not saved."
-                    )
 
     def start_environments(self) -> np.ndarray:
         """Start every environment anew, from other seeds after each checkpoint -> observations (n, *shape)."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.acting import Acting
-from common.launch import Fault
+from common.launch import BadInput, Fault
 from runs import ROOT, edited
 
 ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}
@@ -243,3 +243,14 @@ def test_what_ppo_and_ppg_define_alike_is_alike():
     for name, only in ONLY_PPO.items():
         lines = difflib.ndiff(ppo[name].split("\n"), ppg[name].split("\n"))
         assert sorted(line[2:].strip() for line in lines if line.startswith("- ")) == only
+
+
+@pytest.mark.parametrize(
+    "left_out, lacking", [("optimizer=optimizer, ", "its optimiser"), ("agent=agent, ", "its module")]
+)
+def test_what_is_trained_and_not_kept_is_refused(left_out, lacking, tmp_path):
+    """A resumed run would start it anew."""
+    module = edited_module(tmp_path, "ppo_ddp.py", [(left_out, "")])
+    with pytest.raises(BadInput, match=f"^run.keep: agent.*weight is trained, but {lacking} is not kept"):
+        module.main(module.Args(**ACTOR_CRITIC, cuda=False, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
