@@ -310,8 +310,8 @@ class PPOLoss(nn.Module):
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss, a mean over the minibatch, and, detached, its parts and the log-ratios (B,)."""
         args = self.args
-        features = self.agent.trunk(mb.obs)
-        newlogprob, entropy = self.agent.log_prob_entropy(self.agent.policy(features), mb.actions)
+        pi, features = self.agent(mb.obs)
+        newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
         newvalue = self.agent.value(mb.obs, features)
 
         logratio = newlogprob - mb.logprobs
@@ -352,9 +352,9 @@ class AuxLoss(nn.Module):
 
     def forward(self, mb: AuxBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss, a mean over the minibatch, and, detached, its parts."""
-        features = self.agent.trunk(mb.obs)
+        pi, features = self.agent(mb.obs)
         aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - mb.returns) ** 2).mean()
-        kl_loss = self.agent.kl_divergence(mb.old_pi, self.agent.policy(features)).mean()
+        kl_loss = self.agent.kl_divergence(mb.old_pi, pi).mean()
         v_loss = 0.5 * ((self.agent.value(mb.obs, features) - mb.returns) ** 2).mean()
         loss = aux_v_loss + self.args.beta_clone * kl_loss + v_loss
         stats = {"aux_value_loss": aux_v_loss, "kl_loss": kl_loss, "real_value_loss": v_loss}

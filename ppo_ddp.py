@@ -269,8 +269,8 @@ class PPOLoss(nn.Module):
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the loss, a mean over the minibatch, and, detached, its parts and the log-ratios (B,)."""
         args = self.args
-        features = self.agent.trunk(mb.obs)
-        newlogprob, entropy = self.agent.log_prob_entropy(self.agent.policy(features), mb.actions)
+        pi, features = self.agent(mb.obs)
+        newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
         newvalue = self.agent.value(mb.obs, features)
 
         logratio = newlogprob - mb.logprobs
