@@ -74,7 +74,7 @@ def test_the_gradient_of_an_auxiliary_minibatch_by_hand():
         agent = ppg_ddp.Agent(space.Box(-1, 1, (3,), np.float32), space.Discrete(3), channels_first=False)
         head = torch.nn.Linear(64, 1)
         obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
-        loss, _ = ppg_ddp.AuxLoss(agent, head, ppg_ddp.Args(beta_clone=0.7))(obs, returns, old_pi)
+        loss, _ = ppg_ddp.AuxLoss(agent, head, ppg_ddp.Args(beta_clone=0.7))(ppg_ddp.AuxBatch(obs, returns, old_pi))
         loss.backward()
         with torch.no_grad():
             h = agent.trunk(obs)
