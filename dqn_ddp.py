@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible
 from common.distributed import World
+from common.encoders import Pixels, image_encoder, is_large
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics
 from common.graphs import graphed
@@ -123,66 +124,26 @@ class Args(RunArgs):
 # ALGO LOGIC: networks
 
 
-def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
-    """True for images whose smaller side is at least 36: they take the large network, and several threads."""
-    return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
-
-
-class Residual(nn.Module):
-    """(B, channels, H, W) plus two convolutions of it."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        one, two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.layers = nn.Sequential(nn.ReLU(), one, nn.ReLU(), two)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layers(x)
-
-
 class Trunk(nn.Module):
     """Observations (B, *shape) in the space's own dtype -> features (B, num_features), for hidden layers of `width`.
 
-    Vector: a layer of 120, then a width of 84. Image, by its smaller side: the convolutions of the DQN Nature paper (36
-    and up), then 512, or of the MinAtar paper (arXiv:1903.03176), then 128; or IMPALA's (arXiv:1802.01561 figure 3),
-    then 256. Atari's images and many of EnvPool's are channels-first.
+    Vector: a layer of 120, then a width of 84. Image: the convolutions of common/encoders.py, and their width.
     """
 
     def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
         super().__init__()
-        self.image, self.channels_first = len(space.shape) == 3, channels_first
-        # pixels of whole numbers are divided by the largest
-        self.scale = max(1.0, float(space.high.max())) if self.image and np.issubdtype(space.dtype, np.integer) else 1.0
-        if not self.image:
-            self.num_features, self.width = 120, 84
-            hidden = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
+        self.image = len(space.shape) == 3
+        if self.image:
+            self.pixels = Pixels(space, channels_first)
+            layers, self.num_features, self.width = image_encoder(space, channels_first, network)
         else:
-            channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
-            hidden, convolutions = [], []
-            if network == "impala":
-                out_channels, self.width = 32, 256
-                for in_channels, out in ((channels, 16), (16, 32), (32, 32)):
-                    hidden += [nn.Conv2d(in_channels, out, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
-                    hidden += [Residual(out), Residual(out)]
-                    height, width = (height + 1) // 2, (width + 1) // 2
-                hidden += [nn.ReLU()]
-            elif is_large(space, channels_first):
-                convolutions, self.width = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
-            else:
-                convolutions, self.width = [(channels, 16, 3, 1)], 128
-            for in_channels, out_channels, kernel, stride in convolutions:
-                hidden += [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU()]
-                height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-            self.num_features = out_channels * height * width
-            hidden += [nn.Flatten()]
-        self.layers = nn.Sequential(*hidden).to(memory_format=torch.channels_last)
+            self.num_features, self.width = 120, 84
+            layers = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        if self.image:
-            obs = obs if self.channels_first else obs.permute(0, 3, 1, 2)  # (B, C, H, W)
-            obs = obs.contiguous(memory_format=torch.channels_last)
-        obs = obs.to(torch.get_default_dtype())
-        return self.layers(obs if self.scale == 1.0 else obs / self.scale)
+        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())
+        return self.layers(obs)
 
 
 class QNetwork(nn.Module):

@@ -52,6 +52,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible, require_divisor
 from common.distributed import World
+from common.encoders import Pixels, image_encoder, is_large
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics, episode_row
 from common.graphs import given, graphed
@@ -154,66 +155,27 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = math.sqrt(2)) -> nn.Li
     return layer
 
 
-def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
-    """True for images whose smaller side is at least 36: they take the large network, and several threads."""
-    return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
-
-
-class Residual(nn.Module):
-    """(B, channels, H, W) plus two convolutions of it, which start so small that those of six blocks add up to it."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        one, two = (layer_init(nn.Conv2d(channels, channels, 3, padding=1), 6**-0.25) for _ in range(2))
-        self.layers = nn.Sequential(nn.ReLU(), one, nn.ReLU(), two)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layers(x)
-
-
 class Trunk(nn.Module):
     """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
 
-    Vector: two layers of 64. Image: by its smaller side, the network of the DQN Nature paper (36 and up) or of the
-    MinAtar paper (arXiv:1903.03176), or IMPALA's (arXiv:1802.01561 figure 3) at PPG's sizes. Atari's images and many of
-    EnvPool's are channels-first.
+    Vector: two layers of 64. Image: the convolutions of common/encoders.py, then one layer.
     """
 
     def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
         super().__init__()
-        self.image, self.channels_first = len(space.shape) == 3, channels_first
-        # pixels of whole numbers are divided by the largest
-        self.scale = max(1.0, float(space.high.max())) if self.image and np.issubdtype(space.dtype, np.integer) else 1.0
-        if not self.image:
-            size, self.num_features = space.shape[0], 64
-            hidden = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+        self.image = len(space.shape) == 3
+        if self.image:
+            self.pixels = Pixels(space, channels_first)
+            convolutions, size, self.num_features = image_encoder(space, channels_first, network, layer_init)
+            layers = [*convolutions, layer_init(nn.Linear(size, self.num_features)), nn.ReLU()]
         else:
-            channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
-            hidden, convolutions = [], []
-            if network == "impala":
-                out_channels, self.num_features = 32, 256
-                for in_channels, out in ((channels, 16), (16, 32), (32, 32)):
-                    hidden += [layer_init(nn.Conv2d(in_channels, out, 3, padding=1), 1.0), nn.MaxPool2d(3, 2, 1)]
-                    hidden += [Residual(out), Residual(out)]
-                    height, width = (height + 1) // 2, (width + 1) // 2
-                hidden += [nn.ReLU()]
-            elif is_large(space, channels_first):
-                convolutions, self.num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
-            else:
-                convolutions, self.num_features = [(channels, 16, 3, 1)], 128
-            for in_channels, out_channels, kernel, stride in convolutions:
-                hidden += [layer_init(nn.Conv2d(in_channels, out_channels, kernel, stride)), nn.ReLU()]
-                height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-            flat = nn.Linear(out_channels * height * width, self.num_features)
-            hidden += [nn.Flatten(), layer_init(flat), nn.ReLU()]
-        self.layers = nn.Sequential(*hidden).to(memory_format=torch.channels_last)
+            size, self.num_features = space.shape[0], 64
+            layers = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        if self.image:
-            obs = obs if self.channels_first else obs.permute(0, 3, 1, 2)  # (B, C, H, W)
-            obs = obs.contiguous(memory_format=torch.channels_last)
-        obs = obs.to(torch.get_default_dtype())
-        return self.layers(obs if self.scale == 1.0 else obs / self.scale)
+        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())
+        return self.layers(obs)
 
 
 class Agent(nn.Module):

@@ -127,7 +127,7 @@ FAULTY_ENVIRONMENTS = [  # script, id, what is said, whether in the user's own t
     ("ppo", ":Constructor-v0", "ValueError: no such level", True),
 ]
 PPO_LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
-PPO_FORWARD = "return self.layers(obs if self.scale == 1.0 else obs / self.scale)"
+PPO_FORWARD = "return self.layers(obs)"
 PPO_ACTOR = "self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
 PPO_RESIDUAL = (PPO_FORWARD, "return self.layers[:2](obs) + self.layers[2:](self.layers[:2](obs))")
 DQN_LAYERS = "nn.Linear(space.shape[0], self.num_features), nn.ReLU()"

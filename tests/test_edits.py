@@ -24,8 +24,8 @@ SETTINGS = {"ppo_ddp.py": ACTOR_CRITIC, "ppg_ddp.py": ACTOR_CRITIC | {"n_pi": 2,
 SETTINGS |= {"dqn_ddp.py": REPLAY | {"log_every": 100}, "sac_ddp.py": REPLAY | {"log_every": 100}}
 BOX, DUELING = {"env_id": "Pendulum-v1"}, {"dueling": True}
 
-CAST = "        obs = obs.to(torch.get_default_dtype())\n"
-APPLY = "        return self.layers(obs if self.scale == 1.0 else obs / self.scale)\n"
+CAST = "        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())\n"
+APPLY = "        return self.layers(obs)\n"
 LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
 RESIDUAL = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + x\n"
 CONCAT = "torch.cat([out, self.log_std.expand_as(out)], -1)"
@@ -33,7 +33,7 @@ HEAD = "layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
 WIDE_HEAD = "nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, size))"
 BOUNDED = "log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)"
 GATE = "self.gate = nn.Parameter(torch.zeros(()))\n"
-SHAPE = "        self.image, self.channels_first = len(space.shape) == 3, channels_first\n"
+SHAPE = "        self.image = len(space.shape) == 3\n"
 GATED = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + self.gate * x\n"
 SCALED = CAST.replace("())\n", "()) / 10\n")
 BRANCH = "        obs = obs / 10 if obs.sum() > 0 else obs\n"
