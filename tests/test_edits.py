@@ -210,10 +210,15 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "Args.__post_init__": [],
     "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first, network)"],
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
+    "collect": [  # PPG's observations are those of a whole phase
+        "obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)",
+        "rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended))",
+        "while True:",
+    ],
     "main": [],
     "train": [
+        "if run.boundary(iteration * batch_size, act):",
         "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
-        "restart = iteration < num_iterations and crossed(args.checkpoint_every, before, global_step)",
     ],
 }
 
