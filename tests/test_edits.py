@@ -180,7 +180,7 @@ def test_sac_stacks_no_layer_norm(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-ROLLOUT = "        lr = given(learning_rate, device)\n", 1.5, "agent.trunk"  # a line of the loop, a factor, a module
+ROLLOUT = "        rollout_start = time.perf_counter()\n", 1.5, "agent.trunk"  # a line of the loop, a factor, a module
 COLLECT = "        update_start = time.perf_counter()\n", 1.001
 LOOPS = {"ppo_ddp.py": ROLLOUT, "ppg_ddp.py": ROLLOUT}
 LOOPS |= {"dqn_ddp.py": (*COLLECT, "q_network.trunk"), "sac_ddp.py": (*COLLECT, "actor")}
