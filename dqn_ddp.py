@@ -18,8 +18,11 @@ arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,19 +36,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible
-from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
-from common.environments import Environments, open_environments
-from common.episodes import EpisodeStatistics, episode_row, evaluate
-from common.equality import check_equal
+from common.encoders import Pixels, image_encoder, is_large
+from common.environments import open_environments
+from common.episodes import EpisodeStatistics
 from common.graphs import graphed
 from common.launch import BadInput, launch
-from common.logger import Logger
 from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Norm, Positive, Rate, Whole
-from common.replay import ReplayBuffer
-from common.shards import average_over_shards, per_shard
+from common.replay import Batch, ReplayBuffer
+from common.run import Means, Run, open_run
+from common.shards import per_shard
 
 
 @dataclass
@@ -80,15 +82,15 @@ class Args(RunArgs):
     gamma: Fraction = 0.99
     """discount"""
     tau: Rate = 1.0
-    """how far the target network moves to the other at each update; 1: a copy"""
+    """Polyak factor: target = tau * online + (1 - tau) * target; 1: a copy"""
     target_network_frequency: Count = 500
     """transitions (all ranks) between updates of the target network, at most one per gradient step"""
     start_e: Fraction = 1.0
     """probability of a random action at the start"""
     end_e: Fraction = 0.05
-    """and after its decay"""
+    """final probability of a random action"""
     exploration_fraction: Fraction = 0.5
-    """part of the budget over which it decays linearly"""
+    """part of the budget over which that probability falls linearly to its final value"""
     loss: Literal["mse", "huber"] = "mse"
     """squared or Huber loss of the TD error"""
     max_grad_norm: Norm = math.inf
@@ -122,66 +124,26 @@ class Args(RunArgs):
 # ALGO LOGIC: networks
 
 
-def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
-    """True for images whose smaller side is at least 36: they take the large network, and several threads."""
-    return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
-
-
-class Residual(nn.Module):
-    """(B, channels, H, W) plus two convolutions of it."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        one, two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.layers = nn.Sequential(nn.ReLU(), one, nn.ReLU(), two)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layers(x)
-
-
 class Trunk(nn.Module):
     """Observations (B, *shape) in the space's own dtype -> features (B, num_features), for hidden layers of `width`.
 
-    Vector: a layer of 120, then a width of 84. Image, by its smaller side: the convolutions of the DQN Nature paper (36
-    and up), then 512, or of the MinAtar paper (arXiv:1903.03176), then 128; or IMPALA's (arXiv:1802.01561 figure 3),
-    then 256. Atari's images and many of EnvPool's are channels-first.
+    Vector: a layer of 120, then a width of 84. Image: the convolutions of common/encoders.py, and their width.
     """
 
     def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
         super().__init__()
-        self.image, self.channels_first = len(space.shape) == 3, channels_first
-        # pixels of whole numbers are divided by the largest
-        self.scale = max(1.0, float(space.high.max())) if self.image and np.issubdtype(space.dtype, np.integer) else 1.0
-        if not self.image:
-            self.num_features, self.width = 120, 84
-            hidden = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
+        self.image = len(space.shape) == 3
+        if self.image:
+            self.pixels = Pixels(space, channels_first)
+            layers, self.num_features, self.width = image_encoder(space, channels_first, network)
         else:
-            channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
-            hidden, convolutions = [], []
-            if network == "impala":
-                out_channels, self.width = 32, 256
-                for in_channels, out in ((channels, 16), (16, 32), (32, 32)):
-                    hidden += [nn.Conv2d(in_channels, out, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
-                    hidden += [Residual(out), Residual(out)]
-                    height, width = (height + 1) // 2, (width + 1) // 2
-                hidden += [nn.ReLU()]
-            elif is_large(space, channels_first):
-                convolutions, self.width = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
-            else:
-                convolutions, self.width = [(channels, 16, 3, 1)], 128
-            for in_channels, out_channels, kernel, stride in convolutions:
-                hidden += [nn.Conv2d(in_channels, out_channels, kernel, stride), nn.ReLU()]
-                height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-            self.num_features = out_channels * height * width
-            hidden += [nn.Flatten()]
-        self.layers = nn.Sequential(*hidden).to(memory_format=torch.channels_last)
+            self.num_features, self.width = 120, 84
+            layers = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        if self.image:
-            obs = obs if self.channels_first else obs.permute(0, 3, 1, 2)  # (B, C, H, W)
-            obs = obs.contiguous(memory_format=torch.channels_last)
-        obs = obs.to(torch.get_default_dtype())
-        return self.layers(obs if self.scale == 1.0 else obs / self.scale)
+        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())
+        return self.layers(obs)
 
 
 class QNetwork(nn.Module):
@@ -219,17 +181,44 @@ class TDLoss(nn.Module):
         self.q_network, self.td_loss = q_network, F.smooth_l1_loss if huber else F.mse_loss
         self.scale = scale  # world_size / batch_size: then the mean over ranks is the mean over the batch
 
-    def forward(
-        self,
-        obs: torch.Tensor,  # (b, *shape)
-        actions: torch.Tensor,  # (b,), and so all below
-        td_target: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Returns this rank's share of the loss and, detached, the TD errors (b,) and the values (b,)."""
-        old_val = self.q_network(obs).gather(1, actions.unsqueeze(1)).squeeze(1)
-        loss = (weights * self.td_loss(old_val, td_target, reduction="none")).sum() * self.scale
-        return loss, ((old_val - td_target).detach(), old_val.detach())
+    def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns this rank's share of the loss and, detached, what is logged and the TD errors (b,)."""
+        old_val = self.q_network(batch.obs).gather(1, batch.actions.unsqueeze(1)).squeeze(1)
+        loss = (batch.weights * self.td_loss(old_val, td_target, reduction="none")).sum() * self.scale
+        stats = {"td_loss": loss, "q_values": old_val.sum() * self.scale, "td_errors": old_val - td_target}
+        return loss, {name: x.detach() for name, x in stats.items()}
+
+
+# ALGO LOGIC: collect
+
+NOISE_STEPS = 64  # vector steps of exploration noise in one draw
+
+
+def collect(
+    args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator
+) -> Iterator[tuple[EpisodeStatistics, float]]:
+    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes and epsilon."""
+    envs, local_envs = run.envs, run.world.here(args.num_envs)
+    num_actions = int(envs.single_action_space.n)
+    obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
+    rb.start(obs)
+    first_step = run.global_step // args.num_envs
+    for step in itertools.count(first_step):
+        # all environments' noise is drawn on every rank, each takes its own
+        if step == first_step or step % NOISE_STEPS == 0:
+            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
+            q_values = per_shard(acting.refresh(obs), envs.shards, run.world)
+        progress = step * args.num_envs / max(1.0, args.exploration_fraction * run.last_step)
+        epsilon = linear_schedule(args.start_e, args.end_e, progress)
+        explore, choice = noise[step % NOISE_STEPS]
+        actions, greedy = (choice * num_actions).astype(np.int64), explore >= epsilon
+        if greedy.any():
+            actions = np.where(greedy, q_values(obs).argmax(-1), actions)
+
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        ended = episodes.step(rewards, terminations | truncations, infos)
+        rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos, ended)
+        yield episodes, epsilon
 
 
 # ALGO LOGIC: pure helpers
@@ -251,13 +240,10 @@ def compute_td_target(
     return rewards + discounts * next_target_q.gather(1, best).squeeze(1)
 
 
-NOISE_STEPS = 64  # vector steps of exploration noise in one draw
-BOUNDARY = 500  # transitions (all ranks) after which a stop request is heard, however seldom rows are written
-LOSSES = ("td_loss", "q_values")
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate", "charts/epsilon"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *(f"losses/{name}" for name in LOSSES),
+    *("losses/td_loss", "losses/q_values"),
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
 )
 
@@ -266,161 +252,94 @@ def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     world = World(args.cuda, args.shards)
     with open_environments(args, world, (gym.spaces.Discrete,), args.life_loss) as (envs, eval_envs):
-        obs_space, alpha = envs.single_observation_space, args.per_alpha if args.prioritized else 0.0
+        obs_space = envs.single_observation_space
         if args.network != "auto" and len(obs_space.shape) == 1:
             raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
-        sizes, steps = (args.buffer_size, args.num_envs), (args.n_step, args.gamma)
-        kept = obs_space, (), np.dtype(np.int64), *steps, envs.stack, alpha, envs.repeats_first
-        rb = ReplayBuffer(*sizes, world, *kept)
+        options = {"alpha": args.per_alpha if args.prioritized else 0.0, "n_step": args.n_step, "gamma": args.gamma}
+        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first}
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, world, obs_space, (), np.dtype(np.int64), **options)
         set_threads(args.num_threads, is_large(obs_space, envs.channels_first), world)
-        with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
-            train(args, world, envs, eval_envs, rb, logger)
+        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+            train(args, run, rb)
 
 
-def train(
-    args: Args, world: World, envs: Environments, eval_envs: Environments | None, rb: ReplayBuffer, logger: Logger
-) -> None:
+def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
-    device = world.device
-    local_envs, shards = world.here(args.num_envs), envs.shards  # which of all are here; without --shards, one shard
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    num_actions, budget = int(action_space.n), args.total_timesteps // args.num_envs * args.num_envs
+    world, device, envs = run.world, run.device, run.envs
+    budget = args.total_timesteps // args.num_envs * args.num_envs
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    design = obs_space, num_actions, envs.channels_first, args.dueling, args.network
-    q_network = QNetwork(*design).to(device)
-    target_network = QNetwork(*design).to(device).requires_grad_(False)
+    sizes = envs.single_observation_space, int(envs.single_action_space.n)
+    q_network = QNetwork(*sizes, envs.channels_first, args.dueling, args.network).to(device)
+    target_network = deepcopy(q_network).requires_grad_(False)
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
-    scale = world.num_shards / args.batch_size
-    loss_fn = TDLoss(q_network, args.loss == "huber", scale)
+    run.keep(q_network=q_network, target_network=target_network, optimizer=optimizer, generator=generator, replay=rb)
+    loss_fn = TDLoss(q_network, args.loss == "huber", world.num_shards / args.batch_size)
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
-    average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
+    run.average_gradients(ddp_loss)
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
-    # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
-    state = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer, "generator": generator}
 
-    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
-    loss_sums = torch.zeros(len(shards), len(LOSSES), dtype=torch.float64, device=device)
-
-    def update(batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        """A gradient step on each shard's part of a batch (`Batch.tensors`) -> the TD errors (b,) of each."""
-        td_errors = []
-        for shard, (obs, actions, rewards, discounts, next_obs, weights) in enumerate(batches):
+    def update(batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
+        """One gradient step on the batch of each shard here -> what the loss returned for each, apart from itself."""
+        stats = []
+        for batch in batches:  # gradients are averaged at the last backward
             with torch.no_grad():
-                next_q = q_network(next_obs) if args.double_q else None
-                td_target = compute_td_target(rewards, discounts, target_network(next_obs), next_q)
-            loss, (errors, old_val) = ddp_loss(obs, actions, td_target, weights)
+                next_q = q_network(batch.next_obs) if args.double_q else None
+                td_target = compute_td_target(batch.rewards, batch.discounts, target_network(batch.next_obs), next_q)
+            loss, batch_stats = ddp_loss(batch, td_target)
             optimizer.zero_grad()
             loss.backward()  # collective
-            loss_sums[shard] += torch.stack([loss.detach(), scale * old_val.sum()])
-            td_errors.append(errors)
+            stats.append(batch_stats)
         if args.max_grad_norm < math.inf:
             nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         optimizer.step()
-        return td_errors
+        return stats
 
     update = graphed(args.cuda_graphs, world, update, optimizer)
-    acting = Acting(q_network, device, logger.note, graphed(args.cuda_graphs, world, q_network))
+    acting = Acting(q_network, device, run.logger.note, graphed(args.cuda_graphs, world, q_network))
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return acting.network(obs).argmax(-1) + action_space.start
+        return acting.network(obs).argmax(-1)
 
-    checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
-    load_model(args, world, state, checkpoints)  # collective
-    logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
-    num_updates, update_time, row_start = 0, 0.0, time.perf_counter()
-
-    for global_step in range(checkpoints.global_step + args.num_envs, max(budget, args.num_envs) + 1, args.num_envs):
-        before = global_step - args.num_envs
-        if restart:  # at the start, and after each checkpoint
-            obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
-            rb.start(obs)
-            q_values = acting.refresh(obs)
-            if args.eval_every and not checkpoints.number:  # before anything is learned
-                row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
-                if not world.stop:
-                    logger.log(0, row)
-                row_start = time.perf_counter()
-            if not budget:  # --total-timesteps 0
-                return
-
-        # collect: all environments' noise is drawn on every rank, for many steps at once, and each takes its own
-        epsilon = linear_schedule(args.start_e, args.end_e, before / max(1.0, args.exploration_fraction * budget))
-        if restart or before % (NOISE_STEPS * args.num_envs) == 0:
-            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
-        explore, choice = noise[before // args.num_envs % NOISE_STEPS]
-        actions, greedy = (choice * num_actions).astype(np.int64), explore >= epsilon
-        if greedy.any():
-            actions = np.where(greedy, per_shard(q_values, shards, world)(obs).argmax(-1), actions)
-        obs, rewards, terminations, truncations, infos = envs.step(actions + action_space.start)
-        ended = episodes.step(rewards, terminations | truncations, infos)
-        rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos, ended)
+    means = Means(world)
+    run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
+    for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
+        if run.restart:  # at the start, and after each checkpoint
+            experience = collect(args, run, rb, acting, generator)
+        rollout_start = time.perf_counter()
+        episodes, epsilon = next(experience)
+        update_start = time.perf_counter()
 
         # update
-        update_start = time.perf_counter()
-        if global_step > max(args.learning_starts, args.num_envs * args.n_step):  # something can be sampled
+        updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
+        if updates and global_step > max(args.learning_starts, args.num_envs * args.n_step):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
-            updates = range(before // args.train_frequency + 1, global_step // args.train_frequency + 1)
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, device, beta)  # collective
-                errors = update([x.tensors for x in batches])  # collective
-                for batch, td_errors in zip(batches, errors, strict=True):
-                    if args.prioritized:
-                        rb.update_priorities(batch.indices, td_errors)
-                num_updates += 1
+                stats = update(batches)  # collective
+                for batch, batch_stats in zip(batches, stats, strict=True):
+                    rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
+                means.add(stats)
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-            if updates:
-                acting.copy_parameters()
-        update_time += time.perf_counter() - update_start
-        if crossed(BOUNDARY, before, global_step):
-            world.gather([])  # collective: stop requests, and a sign of life
-            q_values = acting.refresh(obs)
+            acting.copy_parameters()
+        means.seconds["time/rollout"] += update_start - rollout_start
+        means.seconds["time/update"] += time.perf_counter() - update_start
 
-        # metrics: sums and counts of all ranks, divided once
-        last = global_step == budget or world.stop
-        restart = not last and crossed(args.checkpoint_every, before, global_step)
-        if crossed(args.log_every, before, global_step) or restart or last:
-            parts = zip(episodes.pop(), loss_sums.tolist(), strict=True)
-            sums = [part | dict(zip(LOSSES, losses, strict=True)) for part, losses in parts]
-            times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
-            total = world.reduce(sums, maxima=times)  # collective
-            row = episode_row(total) | {name: total[name] for name in times}
+        if run.row_due(global_step, args.log_every):  # collective
+            row = means.row(episodes)  # collective
             row |= {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon}
-            if num_updates:
-                row |= {f"losses/{name}": total[name] / num_updates / world.num_shards for name in LOSSES}
-            logger.log(global_step, row)
-            loss_sums.zero_()
-            num_updates, update_time, row_start = 0, 0.0, time.perf_counter()
-            if world.stop:
-                break
-
-        # what happens at multiples of a period
-        if crossed(args.check_sync_every, before, global_step):
-            check_equal(global_step, state, world)  # collective
-        if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
-            row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
-            if world.stop:
-                break
-            logger.log(global_step, row)
-            row_start += row["time/eval"]  # evaluation is not rollout
-            if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
-                break
-        if restart:
-            rb.cut(obs)  # collective
-            checkpoints.write(global_step)  # collective
-            row_start = time.perf_counter()
-
-    if args.save_model:
-        logger.save(global_step, state)
-    checkpoints.finish()
+            run.logger.log(global_step, row)
+        if run.boundary(global_step, act):  # collective
+            break
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -12,26 +12,35 @@ policy network learns the value function without changing its policy. With `--au
 Each phase has an Adam of its own, whose state persists; the auxiliary one moves all networks, as in the reference.
 Keep rewards normalised: where returns are large, the value losses drown the KL term, and the policy is lost.
 
-Differences from the reference (OpenAI's phasic-policy-gradient), beside those listed in `ppo_ddp.py`:
-1. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam; at the paper's
-   E_pi = E_V = 1 that is no difference. The value loss of the policy phase weighs half of the reference's
-   (`--vf-coef 1` is the reference's).
-2. Gradient norms are clipped in both phases, and learning rates are annealed.
-3. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
-4. Layers start orthogonal, as PPO's; the reference's start as normal draws, normed by output.
-5. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
-6. Phases and batches are small by default, for small problems; the paper's, for Procgen, are the suite `procgen`'s
-   (benchmark/suites.py): on each of four processes 64 environments, and 3,072 auxiliary updates a phase, of 1,024
-   transitions each. There, a time limit is a truncation; the reference takes it for a termination.
+Differences from the references (1 to 7: OpenAI Baselines' ppo2; then OpenAI's phasic-policy-gradient):
+1. All sizes are global; environment i draws the same noise and fills the same minibatch places whichever rank holds it.
+2. A minibatch holds the same number of steps of every environment.
+3. Truncation bootstraps from the value of the last observation, termination does not.
+4. Values and log-probabilities come from one forward pass after the rollout; the rollout runs the policy alone.
+5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per iteration.
+6. Rewards are normalised by default (`--no-norm-reward`: not): without, one CartPole seed in five was lost again at
+   200 k steps; with, none.
+7. Logged losses are means over all minibatches of an iteration, not the last minibatch's.
+8. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam, which is no difference at
+   the paper's E_pi = E_V = 1. The value loss weighs half of the reference's (`--vf-coef 1` is the reference's).
+9. Gradient norms are clipped in both phases, and learning rates are annealed.
+10. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
+11. Layers start orthogonal, as PPO's; the reference's start as normal draws, normed by output.
+12. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
+13. Phases and batches are small by default, for small problems; the paper's, for Procgen, are the suite `procgen`'s
+    (benchmark/suites.py): on each of four processes 64 environments, and 3,072 auxiliary updates a phase, of 1,024
+    transitions each. There, a time limit is a truncation; the reference takes it for a termination.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -42,19 +51,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible, require_divisor
-from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
-from common.environments import Environments, open_environments
-from common.episodes import EpisodeStatistics, episode_row, evaluate
-from common.equality import check_equal
+from common.encoders import Pixels, image_encoder, is_large
+from common.environments import open_environments
+from common.episodes import EpisodeStatistics, episode_row
 from common.graphs import given, graphed
 from common.launch import BadInput, launch
-from common.logger import Logger
 from common.machine import require_compiler, require_memory, set_threads
 from common.normalization import RunningMoments, discounted_returns, standardized
-from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Norm, Positive, Weight, Whole
-from common.shards import average_over_shards, per_shard, to_tensor
+from common.run import Run, open_run
+from common.shards import per_shard, to_tensor
+
+Normalized = Callable[[np.ndarray], np.ndarray]
+Input = Callable[[np.ndarray], torch.Tensor]
 
 
 @dataclass
@@ -145,66 +155,27 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = math.sqrt(2)) -> nn.Li
     return layer
 
 
-def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
-    """True for images whose smaller side is at least 36: they take the large network, and several threads."""
-    return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
-
-
-class Residual(nn.Module):
-    """(B, channels, H, W) plus two convolutions of it, which start so small that those of six blocks add up to it."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        one, two = (layer_init(nn.Conv2d(channels, channels, 3, padding=1), 6**-0.25) for _ in range(2))
-        self.layers = nn.Sequential(nn.ReLU(), one, nn.ReLU(), two)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layers(x)
-
-
 class Trunk(nn.Module):
     """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
 
-    Vector: two layers of 64. Image: by its smaller side, the network of the DQN Nature paper (36 and up) or of the
-    MinAtar paper (arXiv:1903.03176), or IMPALA's (arXiv:1802.01561 figure 3) at PPG's sizes. Atari's images and many of
-    EnvPool's are channels-first.
+    Vector: two layers of 64. Image: the convolutions of common/encoders.py, then one layer.
     """
 
     def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
         super().__init__()
-        self.image, self.channels_first = len(space.shape) == 3, channels_first
-        # pixels of whole numbers are divided by the largest
-        self.scale = max(1.0, float(space.high.max())) if self.image and np.issubdtype(space.dtype, np.integer) else 1.0
-        if not self.image:
-            size, self.num_features = space.shape[0], 64
-            hidden = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+        self.image = len(space.shape) == 3
+        if self.image:
+            self.pixels = Pixels(space, channels_first)
+            convolutions, size, self.num_features = image_encoder(space, channels_first, network, layer_init)
+            layers = [*convolutions, layer_init(nn.Linear(size, self.num_features)), nn.ReLU()]
         else:
-            channels, height, width = space.shape if channels_first else (space.shape[i] for i in (2, 0, 1))
-            hidden, convolutions = [], []
-            if network == "impala":
-                out_channels, self.num_features = 32, 256
-                for in_channels, out in ((channels, 16), (16, 32), (32, 32)):
-                    hidden += [layer_init(nn.Conv2d(in_channels, out, 3, padding=1), 1.0), nn.MaxPool2d(3, 2, 1)]
-                    hidden += [Residual(out), Residual(out)]
-                    height, width = (height + 1) // 2, (width + 1) // 2
-                hidden += [nn.ReLU()]
-            elif is_large(space, channels_first):
-                convolutions, self.num_features = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)], 512
-            else:
-                convolutions, self.num_features = [(channels, 16, 3, 1)], 128
-            for in_channels, out_channels, kernel, stride in convolutions:
-                hidden += [layer_init(nn.Conv2d(in_channels, out_channels, kernel, stride)), nn.ReLU()]
-                height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
-            flat = nn.Linear(out_channels * height * width, self.num_features)
-            hidden += [nn.Flatten(), layer_init(flat), nn.ReLU()]
-        self.layers = nn.Sequential(*hidden).to(memory_format=torch.channels_last)
+            size, self.num_features = space.shape[0], 64
+            layers = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        if self.image:
-            obs = obs if self.channels_first else obs.permute(0, 3, 1, 2)  # (B, C, H, W)
-            obs = obs.contiguous(memory_format=torch.channels_last)
-        obs = obs.to(torch.get_default_dtype())
-        return self.layers(obs if self.scale == 1.0 else obs / self.scale)
+        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())
+        return self.layers(obs)
 
 
 class Agent(nn.Module):
@@ -227,9 +198,10 @@ class Agent(nn.Module):
         if not self.discrete:
             self.log_std = nn.Parameter(torch.zeros(size))
 
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        """Observations (B, *shape) -> pi (B, .): what acts, and what the losses take in two steps."""
-        return self.policy(self.trunk(obs))
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Observations (B, *shape) -> pi (B, .) and the policy's features (B, num_features)."""
+        features = self.trunk(obs)
+        return self.policy(features), features
 
     def policy(self, features: torch.Tensor) -> torch.Tensor:
         out = self.actor(features)
@@ -275,6 +247,21 @@ class Agent(nn.Module):
 # ALGO LOGIC: losses
 
 
+class Batch(NamedTuple):
+    """B transitions."""
+
+    obs: torch.Tensor  # (B, *shape) as the networks read them
+    actions: torch.Tensor  # (B,) or (B, d)
+    logprobs: torch.Tensor  # (B,), and so all below
+    values: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+    def take(self, inds: torch.Tensor) -> Batch:
+        """The transitions of these indices (b,)."""
+        return Batch(*(x[inds] for x in self))
+
+
 class PPOLoss(nn.Module):
     """The clipped objectives of one minibatch (arXiv:1707.06347 eq. 7 and 9); `forward` is what DDP reduces."""
 
@@ -282,33 +269,40 @@ class PPOLoss(nn.Module):
         super().__init__()
         self.agent, self.args = agent, args
 
-    def forward(
-        self,
-        obs: torch.Tensor,  # (B, *shape)
-        actions: torch.Tensor,  # (B,) or (B, d)
-        logprobs: torch.Tensor,  # (B,), and so all below
-        values: torch.Tensor,
-        returns: torch.Tensor,
-        advantages: torch.Tensor,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Returns the loss, a mean over the minibatch, and, detached, its three parts and the log-ratios (B,)."""
+    def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the loss, a mean over the minibatch, and, detached, its parts and the log-ratios (B,)."""
         args = self.args
-        features = self.agent.trunk(obs)
-        newlogprob, entropy = self.agent.log_prob_entropy(self.agent.policy(features), actions)
-        newvalue = self.agent.value(obs, features)
+        pi, features = self.agent(mb.obs)
+        newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
+        newvalue = self.agent.value(mb.obs, features)
 
-        logratio = newlogprob - logprobs
+        logratio = newlogprob - mb.logprobs
         ratio = logratio.exp()
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        pg_loss = -torch.min(advantages * ratio, advantages * clipped).mean()
+        pg_loss = -torch.min(mb.advantages * ratio, mb.advantages * clipped).mean()
         if args.clip_vloss:
-            v_clipped = values + (newvalue - values).clamp(-args.clip_coef, args.clip_coef)
-            v_loss = 0.5 * torch.max((newvalue - returns) ** 2, (v_clipped - returns) ** 2).mean()
+            v_clipped = mb.values + (newvalue - mb.values).clamp(-args.clip_coef, args.clip_coef)
+            v_loss = 0.5 * torch.max((newvalue - mb.returns) ** 2, (v_clipped - mb.returns) ** 2).mean()
         else:
-            v_loss = 0.5 * ((newvalue - returns) ** 2).mean()
+            v_loss = 0.5 * ((newvalue - mb.returns) ** 2).mean()
         entropy_loss = entropy.mean()
         loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-        return loss, (pg_loss.detach(), v_loss.detach(), entropy_loss.detach(), logratio.detach())
+        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy_loss, "logratio": logratio}
+        return loss, {name: x.detach() for name, x in stats.items()}
+
+
+class AuxBatch(NamedTuple):
+    """B transitions of a policy phase."""
+
+    obs: np.ndarray | torch.Tensor  # (B, *shape); of the whole phase (B / n, n, *shape) as the environments give them
+    returns: torch.Tensor  # (B,)
+    old_pi: torch.Tensor  # (B, .) as the policy phase left it
+
+    def take(self, inds: torch.Tensor, network_input: Input) -> AuxBatch:
+        """The transitions of these indices (b,), as the networks read them."""
+        n = self.obs.shape[1]
+        obs, inds = network_input(self.obs[inds // n, inds % n]), inds.to(self.returns.device)
+        return AuxBatch(obs, self.returns[inds], self.old_pi[inds])
 
 
 class AuxLoss(nn.Module):
@@ -318,39 +312,113 @@ class AuxLoss(nn.Module):
         super().__init__()
         self.agent, self.aux_critic, self.args = agent, aux_critic, args
 
-    def forward(
-        self,
-        obs: torch.Tensor,  # (B, *shape)
-        returns: torch.Tensor,  # (B,)
-        old_pi: torch.Tensor,  # (B, .)
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Returns the loss, a mean over the minibatch, and, detached, its three parts."""
-        features = self.agent.trunk(obs)
-        aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - returns) ** 2).mean()
-        kl_loss = self.agent.kl_divergence(old_pi, self.agent.policy(features)).mean()
-        v_loss = 0.5 * ((self.agent.value(obs, features) - returns) ** 2).mean()
+    def forward(self, mb: AuxBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the loss, a mean over the minibatch, and, detached, its parts."""
+        pi, features = self.agent(mb.obs)
+        aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - mb.returns) ** 2).mean()
+        kl_loss = self.agent.kl_divergence(mb.old_pi, pi).mean()
+        v_loss = 0.5 * ((self.agent.value(mb.obs, features) - mb.returns) ** 2).mean()
         loss = aux_v_loss + self.args.beta_clone * kl_loss + v_loss
-        return loss, (aux_v_loss.detach(), kl_loss.detach(), v_loss.detach())
+        stats = {"aux_value_loss": aux_v_loss, "kl_loss": kl_loss, "real_value_loss": v_loss}
+        return loss, {name: x.detach() for name, x in stats.items()}
 
 
-def gradient_step(
-    ddp_loss: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float,
-    lr: float | torch.Tensor,
-    minibatches: list[tuple[torch.Tensor, ...]],
-) -> list[tuple[torch.Tensor, ...]]:
-    """One step on a minibatch of each shard here -> what the loss returned for each, apart from itself."""
-    stats, (group,) = [], optimizer.param_groups
-    for minibatch in minibatches:  # gradients are averaged at the last backward
-        loss, mb_stats = ddp_loss(*minibatch)
-        optimizer.zero_grad()
-        loss.backward()  # collective
-        stats.append(mb_stats)
-    nn.utils.clip_grad_norm_(group["params"], max_grad_norm)
-    group["lr"] = lr
-    optimizer.step()
-    return stats
+# ALGO LOGIC: one shard
+
+
+class Rollout(NamedTuple):
+    """What n environments gave in an iteration, as views of memory that the next one uses again."""
+
+    obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
+    actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
+    rewards: np.ndarray  # (num_steps, n), and so are the next three
+    discounted_returns: np.ndarray  # running sums, whose spread scales rewards
+    dones: np.ndarray
+    bootstrapped: np.ndarray  # where an episode was truncated
+    features: torch.Tensor | None  # (num_steps, n, num_features), of images
+    next_obs: np.ndarray  # (n, *shape)
+    final_obs: list[np.ndarray]  # the last observations of truncated episodes
+    episodes: dict[str, float]  # sums over the episodes that ended
+    phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the whole policy phase; `obs` is its newest part
+
+
+def learning_batch(args: Args, agent: Agent, rollout: Rollout, scale: float | None, network_input: Input) -> Batch:
+    """Values, log-probabilities, advantages and returns of a rollout; rewards are divided by `scale`, if any."""
+    rewards = rollout.rewards if scale is None else (rollout.rewards / scale).clip(-10, 10)
+    rewards = rewards.astype(torch.empty(0).numpy().dtype)  # torch's default, as numpy's
+    num_steps, n = rewards.shape
+    with torch.no_grad():
+        obs = network_input(rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:]))
+        actions = to_tensor(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]), obs.device)
+        features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
+        logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
+        # in parts, as the update: values may take convolutions of their own, as PPG's do
+        parts = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
+        values = torch.cat([agent.value(*part) for part in parts])
+        last_obs = network_input(np.stack([*rollout.next_obs, *rollout.final_obs]))
+        last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
+    next_value, final_values = np.split(last_values, [n])
+    rewards[rollout.bootstrapped] += args.gamma * final_values  # truncation bootstraps, termination does not
+    old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
+    advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
+    advantages = to_tensor(advantages.ravel(), obs.device)
+    return Batch(obs, actions, logprobs, values, advantages, advantages + values)
+
+
+def collect(
+    args: Args, run: Run, agent: Agent, acting: Acting, generator: torch.Generator, normalized: Normalized
+) -> Iterator[list[Rollout]]:
+    """Start all environments anew; then, `num_steps` steps at a time, a rollout of each shard that is here."""
+    envs, shards, np_dtype = run.envs, run.envs.shards, torch.empty(0).numpy().dtype  # torch's default, as numpy's
+    shape, obs_space = (args.num_steps, envs.num_envs), envs.single_observation_space
+    action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
+    n_pi = args.n_pi if args.aux_epochs else 1
+    phase_obs = np.zeros((n_pi, *shape, *obs_space.shape), obs_space.dtype)
+    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
+    features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
+    rewards, dones, bootstrapped = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
+    next_obs, episodes = run.start_environments(), EpisodeStatistics(shards)
+    return_carry = np.zeros(envs.num_envs)  # running discounted returns, moved in place
+    draw = torch.rand if agent.discrete else torch.randn
+    for obs in itertools.cycle(phase_obs):
+        # all environments' noise is drawn on every rank, each takes its own
+        noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
+        noise = noise[:, run.world.here(args.num_envs)].numpy()
+        final_obs = {}  # of truncated episodes, by step and environment
+        policy = per_shard(acting.refresh(normalized(next_obs)), shards, run.world)
+        with torch.inference_mode():
+            for step in range(args.num_steps):
+                obs[step] = next_obs
+                if features is None:
+                    pi = policy(normalized(next_obs))
+                else:  # which are kept, not computed twice
+                    looks = [acting.forward(to_tensor(next_obs[rows], run.device)) for rows in shards]
+                    features[step] = torch.cat([part for _, part in looks])
+                    pi = np.concatenate([part.cpu().numpy() for part, _ in looks])
+                actions[step] = agent.sample(pi, noise[step])
+                next_obs, rewards[step], termination, truncation, infos = envs.step(actions[step])
+                dones[step], bootstrapped[step] = termination | truncation, truncation & ~termination
+                episodes.step(rewards[step], dones[step], infos)
+                for i in np.flatnonzero(bootstrapped[step]):
+                    final_obs[step, i] = infos["final_obs"][i].copy()
+        learned = np.sign(rewards) if envs.atari else rewards
+        returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), episodes.pop()
+        rollouts = []
+        for rows, ended in zip(shards, sums, strict=True):
+            finals = [x for (_, i), x in final_obs.items() if rows.start <= i < rows.stop]
+            parts = (x[:, rows] for x in (obs, actions, learned, returns, dones, bootstrapped))
+            kept = None if features is None else features[:, rows]
+            rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended, phase_obs[:, :, rows]))
+        yield rollouts
+
+
+def aux_batch(args: Args, agent: Agent, rollout: Rollout, returns: torch.Tensor, network_input: Input) -> AuxBatch:
+    """The policy phase that ends with `rollout`, its `returns` (B,), and the policy that the auxiliary phase keeps."""
+    obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (n_pi * num_steps, n, *shape), a view
+    with torch.no_grad():
+        parts = (part.reshape(-1, *part.shape[2:]) for part in np.split(obs, args.num_aux_minibatches))
+        old_pi = torch.cat([agent(network_input(part))[0] for part in parts])
+    return AuxBatch(obs, returns, old_pi)
 
 
 # ALGO LOGIC: pure helpers
@@ -373,42 +441,52 @@ def compute_gae(
     return advantages
 
 
-def minibatch_inds(
-    generator: torch.Generator, num_epochs: int, num_minibatches: int, num_steps: int, num_envs: int, world: World
-) -> torch.Tensor:
-    """Shuffled indices into a shard's flattened (num_steps, envs): (shards here, num_epochs, num_minibatches, size).
+def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
+    """Random numbers (num_epochs, n, num_steps) -> shuffled indices (num_epochs, num_minibatches, size).
 
-    The time indices of each environment are permuted by the shared generator and cut, so that a global minibatch
-    holds as many steps of every environment, and the same ones at any world size.
+    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the order of its
+    random numbers and cut, so that a minibatch holds as many steps of every environment.
     """
-    local_envs, num_shards = world.here(num_envs), len(world.shards)
-    order = torch.rand(num_epochs, num_envs, num_steps, generator=generator)[:, local_envs].argsort(stable=True)
-    size = order.shape[1] // num_shards  # environments of a shard
-    inds = order.view(num_epochs, num_shards, size, num_steps) * size + torch.arange(size)[:, None]
-    inds = inds.view(num_epochs, num_shards, size, num_minibatches, -1).permute(1, 0, 3, 2, 4)
-    return inds.reshape(num_shards, num_epochs, num_minibatches, -1)
+    num_epochs, n, _ = draws.shape
+    inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
+    return inds.view(num_epochs, n, num_minibatches, -1).transpose(1, 2).flatten(2)
 
 
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-def loss_sums(stats: list[tuple[torch.Tensor, ...]], clip_coef: float) -> dict[str, float]:
-    """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by the names in `LOSSES`."""
-    *losses, logratio = (torch.stack(part).double() for part in zip(*stats, strict=True))  # (k,), ..., (k, B)
+def loss_sums(stats: list[dict[str, torch.Tensor]], clip_coef: float) -> dict[str, float]:
+    """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by name."""
+    table = {name: torch.stack([part[name] for part in stats]).double() for name in stats[0]}  # (k,) or (k, B)
+    logratio = table.pop("logratio")
     ratio = logratio.exp()
-    approx_kl = ratio - 1 - logratio  # http://joschu.net/blog/kl-approx.html
-    clipped = ((ratio - 1).abs() > clip_coef).double()
-    means = [*losses, -logratio.mean(-1), approx_kl.mean(-1), clipped.mean(-1)]
-    return dict(zip(LOSSES, torch.stack(means).sum(-1).tolist(), strict=True))
+    table["old_approx_kl"] = -logratio.mean(-1)
+    table["approx_kl"] = (ratio - 1 - logratio).mean(-1)  # http://joschu.net/blog/kl-approx.html
+    table["clipfrac"] = ((ratio - 1).abs() > clip_coef).double().mean(-1)
+    return dict(zip(table, torch.stack([*table.values()]).sum(-1).tolist(), strict=True))
 
 
-AUX_LOSSES = ("aux/aux_value_loss", "aux/kl_loss", "aux/real_value_loss")
+def aux_loss_sums(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """What `AuxLoss` returned for k minibatches -> sums over them, in float64, by name."""
+    return {name: torch.stack([part[name] for part in stats]).double().sum().item() for name in stats[0]}
+
+
+def variances(batch: Batch) -> dict[str, float]:
+    """Sums and sums of squares, in float64, of returns - values and of the returns, for the explained variance."""
+    residuals, values = (x.double().cpu().numpy() for x in (batch.advantages, batch.values))
+    sums = {}
+    for name, x in (("residual", residuals), ("target", values + residuals)):
+        sums |= {name: x.sum(), f"{name}^2": (x**2).sum()}
+    return sums
+
+
+AUX_LOSSES = ("aux_value_loss", "kl_loss", "real_value_loss")
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
     *(f"losses/{name}" for name in LOSSES),
     *("losses/explained_variance", "losses/epochs"),
-    *(f"losses/{name}" for name in AUX_LOSSES),
+    *(f"losses/aux/{name}" for name in AUX_LOSSES),
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
     "time/aux",
 )
@@ -432,29 +510,33 @@ def main(args: Args) -> None:
             nbytes += args.n_pi * args.num_steps * envs.num_envs * (transition + 16 * args.aux_epochs + 100)
         require_memory("--num-steps", args.num_steps, nbytes, world)
         set_threads(args.num_threads, is_large(obs_space, envs.channels_first), world)
-        with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
-            train(args, world, envs, eval_envs, logger)
+        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+            train(args, run)
 
 
-def train(args: Args, world: World, envs: Environments, eval_envs: Environments | None, logger: Logger) -> None:
+def train(args: Args, run: Run) -> None:
     """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
-    device = world.device
-    local_envs, local_num_envs = world.here(args.num_envs), envs.num_envs  # which of all are here, and how many
+    world, device, envs = run.world, run.device, run.envs
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    shards = envs.shards  # the rows of each shard that is here: all, without --shards
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
     agent = Agent(obs_space, action_space, envs.channels_first, args.network).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    loss_fn = PPOLoss(agent, args)
-    # last: draws after PPO's networks
-    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(device)
-    aux_parameters = [*agent.parameters(), *aux_critic.parameters()]
+    parameters = list(agent.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(device)  # last: draws after PPO's
+    aux_parameters = [*parameters, *aux_critic.parameters()]
     aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
+    aux_rates = [group["lr"] for group in aux_optimizer.param_groups]
+    obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
+    run.keep(agent=agent, optimizer=optimizer, generator=generator)
+    run.keep(aux_critic=aux_critic, aux_optimizer=aux_optimizer)
+    run.keep(obs_moments=obs_moments, return_moments=return_moments)
+    loss_fn = PPOLoss(agent, args)
     aux_loss_fn = AuxLoss(agent, aux_critic, args)
     if args.compile:
         loss_fn.compile()
@@ -463,240 +545,135 @@ def train(args: Args, world: World, envs: Environments, eval_envs: Environments 
     # two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
     options = {"gradient_as_bucket_view": True}
     ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
-    average_over_shards(ddp_loss, world)  # with --shards; without, DDP's own mean over processes
+    run.average_gradients(ddp_loss)
     ddp_aux_loss = DDP(aux_loss_fn, **options) if world.wraps else aux_loss_fn  # collective
-    average_over_shards(ddp_aux_loss, world)
-    obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
-    step_fn = partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm)
-    update = graphed(args.cuda_graphs, world, step_fn, optimizer)
-    aux_step_fn = partial(gradient_step, ddp_aux_loss, aux_optimizer, args.max_grad_norm)
-    aux_update = graphed(args.cuda_graphs, world, aux_step_fn, aux_optimizer)
-    # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
-    state = {"agent": agent, "optimizer": optimizer, "generator": generator}
-    state |= {"aux_critic": aux_critic, "aux_optimizer": aux_optimizer}
-    state |= {"obs_moments": obs_moments, "return_moments": return_moments}
+    run.average_gradients(ddp_aux_loss)
 
-    # storage of one iteration; on the CPU, torch tensors share its memory
-    shape, image = (args.num_steps, local_num_envs), agent.trunk.image
-    action_shape = () if agent.discrete else (math.prod(action_space.shape),)
-    np_dtype = torch.empty(0).numpy().dtype  # torch's default, as numpy's
-    obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
-    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
-    features = torch.zeros((*shape, agent.trunk.num_features), device=device)  # used for images only
-    rewards = np.zeros(shape)
-    terminations, truncations = np.zeros(shape, bool), np.zeros(shape, bool)
-    aux_obs = np.zeros((args.n_pi if args.aux_epochs else 0, *obs.shape), obs.dtype)  # of one policy phase
-    aux_returns = np.zeros((args.n_pi, *shape), np_dtype)
+    def update(minibatches: list[Batch], fraction: float | torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        """One gradient step on a minibatch of each shard here -> what the loss returned for each, apart from itself."""
+        stats = []
+        for minibatch in minibatches:  # gradients are averaged at the last backward
+            loss, mb_stats = ddp_loss(minibatch)
+            optimizer.zero_grad()
+            loss.backward()  # collective
+            stats.append(mb_stats)
+        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = fraction * rate
+        optimizer.step()
+        return stats
+
+    update = graphed(args.cuda_graphs, world, update, optimizer)
+
+    def aux_update(minibatches: list[AuxBatch], fraction: float | torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        """The same for the auxiliary phase."""
+        stats = []
+        for minibatch in minibatches:
+            loss, mb_stats = ddp_aux_loss(minibatch)
+            aux_optimizer.zero_grad()
+            loss.backward()  # collective
+            stats.append(mb_stats)
+        nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
+        for group, rate in zip(aux_optimizer.param_groups, aux_rates, strict=True):
+            group["lr"] = fraction * rate
+        aux_optimizer.step()
+        return stats
+
+    aux_update = graphed(args.cuda_graphs, world, aux_update, aux_optimizer)
 
     def normalized(raw: np.ndarray) -> np.ndarray:
         return obs_moments.normalize(raw) if args.norm_obs else raw
 
     def network_input(raw: np.ndarray) -> torch.Tensor:
-        """Observations as the environment gives them -> what the networks read."""
         return to_tensor(normalized(raw), device)
 
-    def features_pi(obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Observations as the networks read them -> features (n, num_features) and pi (n, .)."""
-        features = agent.trunk(obs)
-        return features, agent.policy(features)
-
-    features_pi = graphed(args.cuda_graphs, world, features_pi)
-
-    acting = Acting(agent, device, logger.note, graphed(args.cuda_graphs, world, agent))
-
-    def env_actions(sampled: np.ndarray) -> np.ndarray:
-        """Sampled actions -> what `step` takes: shifted to the space's start, or cast and clipped to its bounds."""
-        if agent.discrete:
-            return sampled + action_space.start
-        cast = sampled.reshape(-1, *action_space.shape).astype(action_space.dtype)
-        return cast.clip(action_space.low, action_space.high)
+    acting = Acting(agent, device, run.logger.note, graphed(args.cuda_graphs, world, agent))
 
     def act(raw: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return env_actions(agent.mode(acting.network(normalized(raw))))
+        return agent.mode(acting.network(normalized(raw)))
 
-    checkpoints, restart = Checkpoints(args, world, logger, state), True  # collective
-    load_model(args, world, state, checkpoints)  # collective
-    logger.start(f"{num_iterations} iterations of {batch_size} transitions on {world.world_size} process(es), {device}")
-
-    for iteration in range(checkpoints.global_step // batch_size + 1, max(num_iterations, 1) + 1):
-        if restart:  # at the start, and after each checkpoint
-            next_obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
-            return_carry = np.zeros(local_num_envs)  # running discounted returns, moved in place
-            if args.eval_every and not checkpoints.number:  # before anything is learned
-                row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
-                if not world.stop:
-                    logger.log(0, row)
-            if not num_iterations:  # --total-timesteps 0
-                return
-
-        global_step = iteration * batch_size
+    phase_returns = deque(maxlen=args.n_pi)
+    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")
+    for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
+        if run.restart:  # at the start, and after each checkpoint
+            experience = collect(args, run, agent, acting, generator, normalized)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        learning_rate = fraction * args.learning_rate
-        lr = given(learning_rate, device)
-        aux_lr = given(fraction * args.aux_learning_rate, device)
-
-        # rollout: all environments' noise is drawn on every rank, each takes its own
         rollout_start = time.perf_counter()
-        draw = torch.rand if agent.discrete else torch.randn
-        noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
-        final_obs = {}  # of truncated episodes, by step and environment
-        policy = per_shard(acting.refresh(normalized(next_obs)), shards, world)
-        with torch.inference_mode():
-            for step in range(args.num_steps):
-                obs[step] = next_obs
-                if image:  # whose features are kept, not computed twice
-                    parts = []
-                    for rows in shards:
-                        features[step, rows], part = features_pi(network_input(next_obs[rows]))
-                        parts.append(part.cpu().numpy())
-                    pi = np.concatenate(parts)
-                else:
-                    pi = policy(normalized(next_obs))
-                actions[step] = agent.sample(pi, noise[step])
-                next_obs, reward, termination, truncation, infos = envs.step(env_actions(actions[step]))
-                rewards[step], terminations[step], truncations[step] = reward, termination, truncation
-                episodes.step(reward, termination | truncation, infos)
-                if truncation.any():
-                    for i in np.flatnonzero(truncation & ~termination):
-                        final_obs[step, i] = infos["final_obs"][i].copy()
-
-        # values and log-probabilities of the whole rollout at once, shard by shard
-        dones, bootstrapped = terminations | truncations, truncations & ~terminations
-        learning_rewards = np.sign(rewards) if envs.atari else rewards
+        rollouts = next(experience)
+        scale = None
         if args.norm_reward:
-            returns = discounted_returns(learning_rewards, dones, args.gamma, return_carry)
-            return_moments.update([returns[:, rows] for rows in shards], world)  # collective
-            learning_rewards = (learning_rewards / return_moments.std).clip(-10, 10)
-        learning_rewards = learning_rewards.astype(np_dtype)
-        values, next_value, batches = np.empty(shape, np_dtype), np.empty(local_num_envs, np_dtype), []
-        with torch.no_grad():
-            for rows in shards:
-                b_obs = network_input(obs[:, rows].reshape(-1, *obs_space.shape))
-                b_actions = to_tensor(actions[:, rows].reshape(-1, *action_shape), device)
-                b_features = features[:, rows].flatten(0, 1) if image else agent.trunk(b_obs)
-                b_logprobs, _ = agent.log_prob_entropy(agent.policy(b_features), b_actions)
-                # in parts, as the update: values may take convolutions of their own, as PPG's do
-                parts = zip(b_obs.chunk(args.num_minibatches), b_features.chunk(args.num_minibatches), strict=True)
-                b_values = torch.cat([agent.value(*part) for part in parts])
-                finals = [final_obs[step, rows.start + i] for step, i in np.argwhere(bootstrapped[:, rows])]
-                last_obs = network_input(np.stack([*next_obs[rows], *finals]))
-                last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
-                values[:, rows] = b_values.cpu().numpy().reshape(args.num_steps, -1)
-                next_value[rows], final_values = np.split(last_values, [rows.stop - rows.start])
-                learning_rewards[:, rows][bootstrapped[:, rows]] += args.gamma * final_values  # truncation bootstraps
-                batches.append((b_obs, b_actions, b_logprobs, b_values))
-        advantages = compute_gae(
-            learning_rewards, values, next_value, dones.astype(np_dtype), args.gamma, args.gae_lambda
-        )
-        b_advantages = [to_tensor(advantages[:, rows].ravel(), device) for rows in shards]
-        batches = [(*batch, x + batch[-1]) for batch, x in zip(batches, b_advantages, strict=True)]  # and the returns
+            return_moments.update([x.discounted_returns for x in rollouts], world)  # collective
+            scale = return_moments.std
+        batches = [learning_batch(args, agent, x, scale, network_input) for x in rollouts]
         update_start = time.perf_counter()
 
-        # update
-        mb_inds = minibatch_inds(
-            generator, args.update_epochs, args.num_minibatches, args.num_steps, args.num_envs, world
-        ).to(device)
+        # update; all environments' random numbers are drawn on every rank, as the noise is
+        draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
+        draws = draws[:, world.here(args.num_envs)]
+        inds = [minibatch_inds(draws[:, rows], args.num_minibatches).to(device) for rows in envs.shards]
+        advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
-            b_advantages = standardized(b_advantages, world)  # collective
-        # of all epochs: one collective normalises them
-        mb_advantages = [x[inds] for x, inds in zip(b_advantages, mb_inds, strict=True)]
+            advantages = standardized(advantages, world)  # collective
+        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]  # (num_epochs, num_minibatches, size)
         if args.norm_adv == "minibatch":
-            mb_advantages = standardized(mb_advantages, world)  # collective
-        stats = [[] for _ in shards]
+            advantages = standardized(advantages, world)  # collective, one for all epochs
+        stats = []
         for epoch in range(args.update_epochs):
             for i in range(args.num_minibatches):
-                minibatches = []
-                for batch, inds, of_shard in zip(batches, mb_inds, mb_advantages, strict=True):
-                    minibatches.append((*(x[inds[epoch, i]] for x in batch), of_shard[epoch, i]))
-                for part, mb_stats in zip(stats, update(lr, minibatches), strict=True):  # collective
-                    part.append(mb_stats)
+                parts = zip(batches, inds, advantages, strict=True)
+                minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
+                stats.append(update(minibatches, given(fraction, device)))  # collective
             if args.target_kl is not None:
-                epoch_sums = [loss_sums(part[-args.num_minibatches :], args.clip_coef) for part in stats]
-                approx_kl = world.gather_shards([[part["approx_kl"]] for part in epoch_sums]).mean()  # collective
-                if approx_kl / args.num_minibatches > args.target_kl:
+                epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
+                epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
+                if epoch_total["approx_kl"] / (args.num_minibatches * world.num_shards) > args.target_kl:
                     break
         if args.norm_obs:  # last, so that ratios start at 1
-            obs_moments.update([obs[:, rows] for rows in shards], world)  # collective
-        sums = [part | loss_sums(x, args.clip_coef) for part, x in zip(episodes.pop(), stats, strict=True)]
+            obs_moments.update([x.obs for x in rollouts], world)  # collective
         update_end = time.perf_counter()
 
         # auxiliary phase
-        aux_stats = [[] for _ in shards]
-        if args.aux_epochs:
-            slot = (iteration - 1) % args.n_pi
-            aux_obs[slot] = obs
-            for rows, batch in zip(shards, batches, strict=True):
-                aux_returns[slot, :, rows] = batch[-1].cpu().numpy().reshape(args.num_steps, -1)
+        aux_row, aux_stats = {}, []
+        phase_returns.append([batch.returns for batch in batches])
         if args.aux_epochs and iteration % args.n_pi == 0:
-            steps, size = args.n_pi * args.num_steps, shards[0].stop  # of the store, and environments of a shard
-            store, store_returns = (x.reshape(steps, *x.shape[2:]) for x in (aux_obs, aux_returns))
-            aux_batches = []
-            with torch.no_grad():  # the old policy of the whole store, before the first auxiliary update
-                for rows in shards:
-                    parts = (
-                        x.reshape(-1, *obs_space.shape) for x in np.split(store[:, rows], args.num_aux_minibatches)
-                    )
-                    old_pi = torch.cat([agent.policy(agent.trunk(network_input(part))) for part in parts])
-                    aux_batches.append((to_tensor(store_returns[:, rows].ravel(), device), old_pi))
-            aux_inds = minibatch_inds(generator, args.aux_epochs, args.num_aux_minibatches, steps, args.num_envs, world)
-            for epoch_inds in aux_inds.permute(1, 2, 0, 3):
-                for mb_of_shards in epoch_inds:
-                    minibatches = []
-                    for mb, rows, batch in zip(mb_of_shards, shards, aux_batches, strict=True):
-                        mb_obs = network_input(store[mb // size, rows.start + mb % size])
-                        minibatches.append((mb_obs, *(x[mb.to(device)] for x in batch)))
-                    for part, mb_stats in zip(aux_stats, aux_update(aux_lr, minibatches), strict=True):
-                        part.append(mb_stats)  # collective
-                world.gather([])  # collective; a boundary
+            parts = zip(rollouts, zip(*phase_returns, strict=True), strict=True)
+            aux_batches = [aux_batch(args, agent, x, torch.cat(returns), network_input) for x, returns in parts]
+            draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
+            draws = draws[:, world.here(args.num_envs)]
+            aux_inds = [minibatch_inds(draws[:, rows], args.num_aux_minibatches) for rows in envs.shards]
+            for aux_epoch in range(args.aux_epochs):
+                for i in range(args.num_aux_minibatches):
+                    parts = zip(aux_batches, aux_inds, strict=True)
+                    minibatches = [batch.take(mb[aux_epoch, i], network_input) for batch, mb in parts]
+                    aux_stats.append(aux_update(minibatches, given(fraction, device)))  # collective
+                world.gather([])  # collective; a stop request is heard here
                 if world.stop:
                     break
-        for part, x in zip(sums, aux_stats, strict=True):
-            losses = torch.tensor(x or [[0.0] * len(AUX_LOSSES)], dtype=torch.float64).sum(0).tolist()
-            part |= dict(zip(AUX_LOSSES, losses, strict=True))
-        aux_end = time.perf_counter()
+            aux_sums = [aux_loss_sums(x) for x in zip(*aux_stats, strict=True)]
+            aux_total = world.reduce(aux_sums, maxima={"time/aux": time.perf_counter() - update_end})  # collective
+            num_losses = len(aux_stats) * world.num_shards
+            aux_row = {f"losses/aux/{name}": aux_total[name] / num_losses for name in AUX_LOSSES}
+            aux_row["time/aux"] = aux_total["time/aux"]
 
         # metrics: sums and counts of all ranks, divided once
-        for part, rows in zip(sums, shards, strict=True):
-            residuals = advantages[:, rows].astype(np.float64)  # returns - values
-            for name, x in (("residual", residuals), ("target", values[:, rows] + residuals)):
-                part |= {name: x.sum(), f"{name}^2": (x**2).sum()}
+        losses = [loss_sums(x, args.clip_coef) for x in zip(*stats, strict=True)]
+        parts = zip(rollouts, losses, batches, strict=True)
+        sums = [rollout.episodes | loss | variances(batch) for rollout, loss, batch in parts]
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
-        if aux_stats[0]:
-            times["time/aux"] = aux_end - update_end
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}
-        row |= {"charts/learning_rate": learning_rate, "losses/epochs": epoch + 1}
-        row |= {f"losses/{name}": total[name] / (len(stats[0]) * world.num_shards) for name in LOSSES}
-        if aux_stats[0]:
-            row |= {f"losses/{name}": total[name] / (len(aux_stats[0]) * world.num_shards) for name in AUX_LOSSES}
+        row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
+        row |= {f"losses/{name}": total[name] / (len(stats) * world.num_shards) for name in losses[0]}
+        row |= aux_row
         residual_var, target_var = (total[f"{x}^2"] - total[x] ** 2 / batch_size for x in ("residual", "target"))
         if target_var > 0:
             row["losses/explained_variance"] = 1 - residual_var / target_var
-        logger.log(global_step, row)
-
-        # what happens at multiples of a period
-        before = global_step - batch_size
-        if crossed(args.check_sync_every, before, global_step):
-            check_equal(global_step, state, world)  # collective
-        if world.stop:  # a signal that some rank got, known to all since a collective
+        run.logger.log(iteration * batch_size, row)
+        phase_ended = not args.aux_epochs or iteration % args.n_pi == 0
+        if run.boundary(iteration * batch_size, act, phase_ended):  # collective
             break
-        if args.eval_every and (crossed(args.eval_every, before, global_step) or iteration == num_iterations):
-            row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
-            if world.stop:
-                break
-            logger.log(global_step, row)
-            if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
-                break
-        phase = args.n_pi if args.aux_epochs else 1  # checkpoints stand at the ends of phases
-        whole = iteration % phase == 0 and iteration < num_iterations
-        restart = whole and crossed(args.checkpoint_every, global_step - phase * batch_size, global_step)
-        if restart:
-            checkpoints.write(global_step)  # collective
-
-    if args.save_model:
-        logger.save(global_step, state)
-    checkpoints.finish()
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ Differences from the reference (CleanRL's sac_continuous_action.py; by flag prio
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -34,19 +36,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
 from common.arguments import RunArgs, command_line, require, require_divisible
-from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
-from common.environments import Environments, open_environments
-from common.episodes import EpisodeStatistics, episode_row, evaluate
-from common.equality import check_equal
+from common.environments import open_environments
+from common.episodes import EpisodeStatistics
 from common.graphs import graphed
 from common.launch import BadInput, Fault, launch
-from common.logger import Logger
 from common.machine import set_threads
 from common.periods import crossed
 from common.ranges import Count, Fraction, Json, Period, Positive, Rate, Threads, Whole
-from common.replay import ReplayBuffer
-from common.shards import average_over_shards, per_shard
+from common.replay import Batch, ReplayBuffer
+from common.run import Means, Run, open_run
+from common.shards import per_shard
 
 
 @dataclass
@@ -83,11 +83,11 @@ class Args(RunArgs):
     gamma: Fraction = 0.99
     """discount"""
     tau: Rate = 0.005
-    """how far the target critics move to the others at each update; 1: a copy"""
+    """Polyak factor: target = tau * critics + (1 - tau) * target; 1: a copy"""
     target_network_frequency: Count = 1
     """transitions (all ranks) between updates of the target critics, at most one per gradient step"""
     policy_frequency: Count = 2
-    """gradient steps of the critics from one update of the actor to the next, which then makes up for as many"""
+    """update the actor every N critic updates, N times"""
     autotune: bool = True
     """learn the temperature, for a mean entropy of minus the number of action dimensions"""
     alpha: Positive = 1.0
@@ -188,18 +188,15 @@ class CriticLoss(nn.Module):
         self.critics = critics
         self.scale = scale  # world_size / batch_size: then the mean over ranks is the mean over the batch
 
-    def forward(
-        self,
-        obs: torch.Tensor,  # (b, size)
-        actions: torch.Tensor,  # (b, d)
-        td_target: torch.Tensor,  # (b,)
-        weights: torch.Tensor,  # (b,)
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Returns this rank's share of the loss and, detached, its parts (2,), the TD errors (b,) and values (2, b)."""
-        qf = self.critics(obs, actions)
+    def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns this rank's share of the loss and, detached, what is logged and the TD errors (b,)."""
+        qf = self.critics(batch.obs, batch.actions)  # (2, b)
         delta = qf - td_target
-        qf_losses = (weights * delta**2).sum(1) * self.scale
-        return qf_losses.sum(), (qf_losses.detach(), delta.detach().abs().mean(0), qf.detach())
+        qf1_loss, qf2_loss = qf_losses = (batch.weights * delta**2).sum(1) * self.scale
+        qf1_values, qf2_values = qf.sum(1) * self.scale
+        stats = {"qf1_loss": qf1_loss, "qf2_loss": qf2_loss, "qf1_values": qf1_values, "qf2_values": qf2_values}
+        stats["td_errors"] = delta.abs().mean(0)
+        return qf_losses.sum(), {name: x.detach() for name, x in stats.items()}
 
 
 class ActorLoss(nn.Module):
@@ -214,13 +211,42 @@ class ActorLoss(nn.Module):
         self.scale = scale  # world_size / batch_size
         self.target_entropy = -len(actor.scale)
 
-    def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """obs (b, size), noise (b, d) -> this rank's share of the loss and, detached, its two parts."""
+    def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """obs (b, size), noise (b, d) -> this rank's share of the loss and, detached, its parts."""
         actions, log_prob = self.actor(obs, noise)
         min_qf = torch.minimum(*self.frozen[0](obs, actions))
         actor_loss = (self.log_alpha.detach().exp() * log_prob - min_qf).sum() * self.scale
         alpha_loss = -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).sum() * self.scale
-        return actor_loss + alpha_loss, (actor_loss.detach(), alpha_loss.detach())
+        stats = {"actor_loss": actor_loss} | ({"alpha_loss": alpha_loss} if self.log_alpha.requires_grad else {})
+        return actor_loss + alpha_loss, {name: x.detach() for name, x in stats.items()}
+
+
+# ALGO LOGIC: collect
+
+
+def collect(
+    args: Args, run: Run, rb: ReplayBuffer, actor: Actor, acting: Acting, generator: torch.Generator
+) -> Iterator[EpisodeStatistics]:
+    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes."""
+    envs, d, local_envs = run.envs, len(actor.scale), run.world.here(args.num_envs)
+    obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
+    rb.start(obs)
+    first_step = run.global_step // args.num_envs
+    for step in itertools.count(first_step):
+        # all environments' noise is drawn on every rank, each takes its own
+        uniform = step * args.num_envs < args.learning_starts
+        noise = (torch.rand if uniform else torch.randn)(args.num_envs, d, generator=generator)[local_envs]
+        if step == first_step or step % 64 == 0:  # now and then compared with the actor
+            policy = per_shard(acting.refresh(obs, noise.numpy()), envs.shards, run.world)
+        if uniform:
+            actions = (actor.bias + actor.scale * (2 * noise.to(run.device) - 1)).cpu().numpy()
+        else:
+            actions = policy(obs, noise.numpy())
+
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        ended = episodes.step(rewards, terminations | truncations, infos)
+        rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
+        yield episodes
 
 
 # ALGO LOGIC: pure helpers
@@ -242,13 +268,11 @@ def compute_td_target(
     return rewards + discounts * (min_qf_next_target - alpha * next_logprob)
 
 
-CRITIC_LOSSES = ("qf1_loss", "qf2_loss", "qf1_values", "qf2_values")
-ACTOR_LOSSES = ("actor_loss", "alpha_loss")
-BOUNDARY = 500  # transitions (all ranks) after which a stop request is heard, however seldom rows are written
 COLUMNS = (
     *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
     *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *(f"losses/{name}" for name in ("qf_loss", *CRITIC_LOSSES, *ACTOR_LOSSES, "alpha")),
+    *("losses/qf_loss", "losses/qf1_loss", "losses/qf2_loss", "losses/qf1_values", "losses/qf2_values"),
+    *("losses/actor_loss", "losses/alpha_loss", "losses/alpha"),
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
 )
 
@@ -264,27 +288,24 @@ def main(args: Args) -> None:
         if not ((low < high) & (low >= -1e6) & (high <= 1e6)).all():  # beyond, float32 overflows in the losses
             needed = "must have distinct bounds, within -1e6 and 1e6 (gymnasium.wrappers.TransformAction gives such)"
             raise BadInput(f"--env-id {args.env_id}: action space {' '.join(str(action_space).split())} {needed}.")
-        sizes, alpha = (args.buffer_size, args.num_envs), args.per_alpha if args.prioritized else 0.0
-        d, np_dtype = math.prod(action_space.shape), torch.empty(0).numpy().dtype
-        rb = ReplayBuffer(*sizes, world, obs_space, (d,), np_dtype, gamma=args.gamma, alpha=alpha)
+        options = {"alpha": args.per_alpha if args.prioritized else 0.0, "gamma": args.gamma}
+        action = (math.prod(action_space.shape),), torch.empty(0).numpy().dtype
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, world, obs_space, *action, **options)
         set_threads(args.num_threads, False, world)
-        with Logger(args, __file__, COLUMNS, world, eval_envs) as logger, world.process_group(args.timeout):
-            train(args, world, envs, eval_envs, rb, logger)
+        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+            train(args, run, rb)
 
 
-def train(
-    args: Args, world: World, envs: Environments, eval_envs: Environments | None, rb: ReplayBuffer, logger: Logger
-) -> None:
+def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
-    device = world.device
-    local_envs, shards = world.here(args.num_envs), envs.shards  # which of all are here; without --shards, one shard
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    d, budget = math.prod(action_space.shape), args.total_timesteps // args.num_envs * args.num_envs
+    world, device, envs = run.world, run.device, run.envs
+    budget = args.total_timesteps // args.num_envs * args.num_envs
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    actor, critics = Actor(obs_space, action_space, device), Critics(obs_space, action_space).to(device)
+    spaces = envs.single_observation_space, envs.single_action_space
+    actor, critics = Actor(*spaces, device), Critics(*spaces).to(device)
     critics_target, critics_frozen = (deepcopy(critics).requires_grad_(False) for _ in range(2))
     parameters, target_parameters = list(critics.parameters()), list(critics_target.parameters())
     for frozen, parameter in zip(critics_frozen.parameters(), parameters, strict=True):
@@ -293,161 +314,97 @@ def train(
     q_optimizer = torch.optim.Adam(parameters, lr=args.q_lr, fused=True)
     groups = [{"params": actor.parameters(), "lr": args.policy_lr}, {"params": [log_alpha], "lr": args.q_lr}]
     actor_optimizer = torch.optim.Adam(groups[: 1 + args.autotune], fused=True)
+    run.keep(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha, replay=rb)
+    run.keep(q_optimizer=q_optimizer, actor_optimizer=actor_optimizer, generator=generator)
     scale = world.num_shards / args.batch_size
     critic_loss_fn, actor_loss_fn = CriticLoss(critics, scale), ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP: hooks `forward` and nothing else, so it wraps the losses; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.wraps else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.wraps else actor_loss_fn  # collective
-    average_over_shards(ddp_critic_loss, world)  # with --shards; without, DDP's own mean over processes
-    average_over_shards(ddp_actor_loss, world)
+    run.average_gradients(ddp_critic_loss)
+    run.average_gradients(ddp_actor_loss)
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
-    # equal on all ranks at all times: checked, and saved (in model.pt but optimisers and generators)
-    state = {"actor": actor, "critics": critics, "critics_target": critics_target, "log_alpha": log_alpha}
-    state |= {"q_optimizer": q_optimizer, "actor_optimizer": actor_optimizer, "generator": generator}
 
-    # sums since the last row; small tensors kept until then would fragment the heap by a batch's memory each
-    critic_sums = torch.zeros(len(shards), len(CRITIC_LOSSES), dtype=torch.float64, device=device)
-    actor_sums = torch.zeros(len(shards), len(ACTOR_LOSSES), dtype=torch.float64, device=device)
-
-    def critic_update(batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        """A gradient step on each shard's part of a batch (`Batch.tensors`) with noise -> their TD errors (b,)."""
-        td_errors, alpha = [], log_alpha.detach().exp()
-        for shard, (obs, actions, rewards, discounts, next_obs, weights, noise) in enumerate(batches):
+    def critic_update(batches: list[Batch], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """One gradient step on the batch of each shard here -> what the loss returned for each, apart from itself."""
+        stats, alpha = [], log_alpha.detach().exp()
+        for batch, next_noise in zip(batches, noise, strict=True):  # gradients are averaged at the last backward
             with torch.no_grad():
-                next_actions, next_logprob = actor(next_obs, noise)
-                min_qf_next = torch.minimum(*critics_target(next_obs, next_actions))
-                td_target = compute_td_target(rewards, discounts, min_qf_next, next_logprob, alpha)
-            loss, (qf_losses, errors, qf) = ddp_critic_loss(obs, actions, td_target, weights)
+                next_actions, next_logprob = actor(batch.next_obs, next_noise)
+                min_qf_next = torch.minimum(*critics_target(batch.next_obs, next_actions))
+                td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, next_logprob, alpha)
+            loss, batch_stats = ddp_critic_loss(batch, td_target)
             q_optimizer.zero_grad()
             loss.backward()  # collective
-            critic_sums[shard] += torch.cat([qf_losses, scale * qf.sum(1)])
-            td_errors.append(errors)
+            stats.append(batch_stats)
         q_optimizer.step()
-        return td_errors
+        return stats
 
-    def actor_update(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """A gradient step of actor and temperature on each shard's observations and noise."""
-        for shard, (obs, noise) in enumerate(batches):
-            loss, parts = ddp_actor_loss(obs, noise)
+    def actor_update(obs: list[torch.Tensor], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """One gradient step of actor and temperature, by the observations of each shard's batch -> the same."""
+        stats = []
+        for batch_obs, batch_noise in zip(obs, noise, strict=True):
+            loss, batch_stats = ddp_actor_loss(batch_obs, batch_noise)
             actor_optimizer.zero_grad()
             loss.backward()  # collective
-            actor_sums[shard] += torch.stack(parts)
+            stats.append(batch_stats)
         actor_optimizer.step()
+        return stats
 
     critic_update = graphed(args.cuda_graphs, world, critic_update, q_optimizer)
     actor_update = graphed(args.cuda_graphs, world, actor_update, actor_optimizer)
+    acting = Acting(actor, device, run.logger.note)
 
-    acting = Acting(actor, device, logger.note)
-
-    def as_taken(actions: np.ndarray) -> np.ndarray:
-        """Actions (n, d) as the environments take them."""
-        cast = actions.reshape(-1, *action_space.shape).astype(action_space.dtype)
-        return cast.clip(action_space.low, action_space.high)
+    def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
+        """Normal noise for the whole batch, drawn on every rank; each takes that of its places in the batch."""
+        noise = torch.randn(args.batch_size, len(actor.scale), generator=generator)
+        return [noise[batch.places].to(device) for batch in batches]
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
-        return as_taken(policy(obs, np.zeros((len(obs), d), ones.dtype)))
+        noise = np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype)
+        policy = acting.derived or acting.refresh(obs, noise)
+        return policy(obs, noise)
 
-    checkpoints, restart = Checkpoints(args, world, logger, state, rb), True  # collective
-    load_model(args, world, state, checkpoints)  # collective
-    ones = np.ones((envs.num_envs, d), torch.empty(0).numpy().dtype)
-    logger.start(f"{budget} transitions by {args.num_envs} environments on {world.world_size} process(es), {device}")
-    critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
-
-    for global_step in range(checkpoints.global_step + args.num_envs, max(budget, args.num_envs) + 1, args.num_envs):
-        before = global_step - args.num_envs
-        if restart:  # at the start, and after each checkpoint
-            obs, episodes = envs.start(checkpoints.number), EpisodeStatistics(shards)
-            rb.start(obs)
-            policy = acting.refresh(obs, ones)
-            if args.eval_every and not checkpoints.number:  # before anything is learned
-                row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
-                if not world.stop:
-                    logger.log(0, row)
-                row_start = time.perf_counter()
-            if not budget:  # --total-timesteps 0
-                return
-
-        # collect: all environments' noise is drawn on every rank, each takes its own
-        if before < args.learning_starts:
-            uniform = torch.rand(args.num_envs, d, generator=generator)[local_envs].to(device)
-            actions = (actor.bias + actor.scale * (2 * uniform - 1)).cpu().numpy()
-        else:
-            noise = torch.randn(args.num_envs, d, generator=generator)[local_envs].numpy()
-            actions = per_shard(policy, shards, world)(obs, noise)
-        obs, rewards, terminations, truncations, infos = envs.step(as_taken(actions))
-        ended = episodes.step(rewards, terminations | truncations, infos)
-        rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
+    means = Means(world)
+    run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
+    for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
+        if run.restart:  # at the start, and after each checkpoint
+            experience = collect(args, run, rb, actor, acting, generator)
+        rollout_start = time.perf_counter()
+        episodes = next(experience)
+        update_start = time.perf_counter()
 
         # update
-        update_start = time.perf_counter()
-        if global_step > max(args.learning_starts, args.num_envs):  # something can be sampled
+        updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
+        if updates and global_step > max(args.learning_starts, args.num_envs):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
-            updates = range(before // args.train_frequency + 1, global_step // args.train_frequency + 1)
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, device, beta)  # collective
-                noise = torch.randn(args.batch_size, d, generator=generator)
-                errors = critic_update([(*x.tensors, noise[x.places].to(device)) for x in batches])  # collective
-                for batch, td_errors in zip(batches, errors, strict=True):
-                    if args.prioritized:
-                        rb.update_priorities(batch.indices, td_errors)
-                critic_updates += 1
+                stats = critic_update(batches, draw_noise(batches))  # collective
+                for batch, batch_stats in zip(batches, stats, strict=True):
+                    rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
+                means.add(stats)
                 if k % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # makes up for the delay
-                        noise = torch.randn(args.batch_size, d, generator=generator)
-                        actor_update([(x.obs, noise[x.places].to(device)) for x in batches])  # collective
-                        actor_updates += 1
+                        means.add(actor_update([x.obs for x in batches], draw_noise(batches)))  # collective
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-            if updates:
-                acting.copy_parameters()
-        update_time += time.perf_counter() - update_start
-        if crossed(BOUNDARY, before, global_step):
-            world.gather([])  # collective: stop requests, and a sign of life
-            policy = acting.refresh(obs, ones)
+            acting.copy_parameters()
+        means.seconds["time/rollout"] += update_start - rollout_start
+        means.seconds["time/update"] += time.perf_counter() - update_start
 
-        # metrics: sums and counts of all ranks, divided once
-        last = global_step == budget or world.stop
-        restart = not last and crossed(args.checkpoint_every, before, global_step)
-        if crossed(args.log_every, before, global_step) or restart or last:
-            losses, names = torch.cat([critic_sums, actor_sums], 1).tolist(), (*CRITIC_LOSSES, *ACTOR_LOSSES)
-            sums = [part | dict(zip(names, x, strict=True)) for part, x in zip(episodes.pop(), losses, strict=True)]
-            times = {"time/rollout": time.perf_counter() - row_start - update_time, "time/update": update_time}
-            total = world.reduce(sums, maxima=times)  # collective
-            row = episode_row(total) | {name: total[name] for name in times} | {"charts/learning_rate": args.policy_lr}
-            for names, updates in ((CRITIC_LOSSES, critic_updates), (ACTOR_LOSSES[: 1 + args.autotune], actor_updates)):
-                row |= {f"losses/{name}": total[name] / updates / world.num_shards for name in names if updates}
-            if critic_updates:
+        if run.row_due(global_step, args.log_every):  # collective
+            row = means.row(episodes)  # collective
+            row |= {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}
+            if "losses/qf1_loss" in row:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2
-            row["losses/alpha"] = log_alpha.exp().item()
-            logger.log(global_step, row)
-            critic_sums.zero_()
-            actor_sums.zero_()
-            critic_updates, actor_updates, update_time, row_start = 0, 0, 0.0, time.perf_counter()
-            if world.stop:
-                break
-
-        # what happens at multiples of a period
-        if crossed(args.check_sync_every, before, global_step):
-            check_equal(global_step, state, world)  # collective
-        if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
-            row = evaluate(act, eval_envs, args.eval_episodes, world)  # collective
-            if world.stop:
-                break
-            logger.log(global_step, row)
-            row_start += row["time/eval"]  # evaluation is not rollout
-            if args.stop_at_return is not None and row["eval/episodic_return"] >= args.stop_at_return:
-                break
-        if restart:
-            rb.cut(obs)  # collective
-            checkpoints.write(global_step)  # collective
-            row_start = time.perf_counter()
-
-    if args.save_model:
-        logger.save(global_step, state | {"action_scale": actor.scale, "action_bias": actor.bias})
-    checkpoints.finish()
+            run.logger.log(global_step, row)
+        if run.boundary(global_step, act):  # collective
+            break
+    run.finish(action_scale=actor.scale, action_bias=actor.bias)
 
 
 if __name__ == "__main__":

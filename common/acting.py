@@ -189,10 +189,12 @@ def compiled(graph: fx.Graph, arrays: dict[str, np.ndarray], num_inputs: int) ->
     for node in nodes:
         name = getattr(node.target, "__name__", node.target)
         if node.op == "get_attr":
-            names[node.name] = arrays[node.target]
+            names |= {node.name: arrays[node.target], f"{node}_T": arrays[node.target].T}
         elif node.op == "placeholder" or (node not in last_use and not name.endswith("_")):
             continue  # an operation in place, such as `add_`, is needed in any case; it is not known below
-        elif name in OPERATORS and not node.kwargs and None not in node.args:
+        elif name == "linear" and len(node.args) == 3 and None not in node.args and node.args[1].op == "get_attr":
+            lines.append("    {} = {} @ {}_T + {}\n".format(node, *node.args))
+        elif name in OPERATORS and not node.kwargs:
             lines.append(f"    {node} = {OPERATORS[name].format(*map(repr, node.args))}\n")
         else:
             names[f"do_{node}"] = translation(node, name)
@@ -237,11 +239,11 @@ def chunk(x: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
 
 
 # by torch's names; what is in none of these has no translation
-OPERATORS = {"linear": "{} @ {}.T + {}", "to": "{}.astype({}, copy=False)", "getitem": "{}[{}]", "matmul": "{} @ {}"}
+OPERATORS = {"to": "{}.astype({}, copy=False)", "getitem": "{}[{}]", "matmul": "{} @ {}"}
 OPERATORS |= {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "truediv": "{} / {}", "div": "{} / {}"}
 OPERATORS |= {"lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}"}
 NUMPY = {
-    "linear": lambda x, weight, bias: x @ weight.T,  # without a bias
+    "linear": lambda x, weight, bias=None: x @ weight.T + (0.0 if bias is None else bias),
     "relu": lambda x, inplace=False: np.maximum(x, 0.0, out=x if inplace else None),
     "clamp": lambda x, min=None, max=None: np.clip(x, min, max),
     "chunk": chunk,

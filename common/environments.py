@@ -96,8 +96,9 @@ class Environments(VectorWrapper):
         return obs
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """One vector step, as gymnasium's. Raises `Fault` naming environment and step for what is not finite."""
+        """A vector step of actions `in_space`. Raises `Fault`, naming environment and step, for what is not finite."""
         self.steps += 1
+        actions = self.in_space(actions)
         if self.float_actions and not math.isfinite(np.vdot(actions, actions)):
             self._name_fault("the action for it", actions, "; the networks have diverged: try a lower learning rate")
         try:
@@ -116,6 +117,13 @@ class Environments(VectorWrapper):
             for i in np.flatnonzero(truncations & ~terminations):
                 self._name_fault("its last observation", infos["final_obs"][i][None], at=i)
         return obs, rewards, terminations, truncations, infos
+
+    def in_space(self, actions: np.ndarray) -> np.ndarray:
+        """Actions (n,) from 0, or (n, d) -> as the action space has them: from its start, or cast and clipped to it."""
+        space = self.single_action_space
+        if isinstance(space, gym.spaces.Discrete):
+            return actions + space.start
+        return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
 
     def _name_fault(self, what: str, values: np.ndarray, advice: str = "", at: int = 0) -> None:
         for i in np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1)):

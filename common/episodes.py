@@ -79,7 +79,7 @@ def evaluate(
         if playing.any():
             actions = act(obs)
             if playing[0] and envs.indices[0] == 0:
-                first.append(np.array(actions[0]))
+                first.append(np.array(envs.in_space(actions)[0]))
             obs, rewards, terminations, truncations, infos = envs.step(actions)
             statistics.step(rewards, terminations | truncations, infos)
             for episode_return, length, i in statistics.finished:

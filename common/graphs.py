@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from common.distributed import World
 from common.launch import BadInput
@@ -54,7 +55,7 @@ class Graphed:
         if new:
             self.recordings[shapes] = self._record(inputs)
         graph, own, outputs = self.recordings[shapes]
-        torch._foreach_copy_(list(tensors_of(own)), list(tensors_of(inputs)))
+        torch._foreach_copy_(tensors_of(own), tensors_of(inputs))
         graph.replay()
         return None if outputs is None else copies(outputs)
 
@@ -72,18 +73,14 @@ class Graphed:
         return graph, own, outputs
 
 
-def tensors_of(nest: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested lists and tuples."""
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    else:
-        for part in nest:
-            yield from tensors_of(part)
+def tensors_of(nest: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists, tuples and dicts."""
+    return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
 
 
 def copies(nest: Any) -> Any:
     """The same nest of copied tensors, in the same layouts."""
-    return nest.clone() if isinstance(nest, torch.Tensor) else type(nest)(map(copies, nest))
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, nest)
 
 
 def given(number: float, device: torch.device) -> float | torch.Tensor:

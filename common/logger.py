@@ -45,6 +45,7 @@ class Logger:
         self, args: RunArgs, file: str, columns: tuple[str, ...], world: World, eval_envs: Environments | None = None
     ) -> None:
         self.args, self.enabled, self.wall = args, world.rank == 0, 0.0
+        self.rng_state, self.told_of_draws = torch.get_rng_state(), False
         self.columns = ("global_step", *columns)
         if args.capture_video:
             require_encoder()
@@ -179,7 +180,7 @@ class Logger:
     def start(self, plan: str) -> None:
         """Print what is about to be run, and start the clock of `time/wall` and `time/SPS`."""
         self.note(plan)
-        self.rng_state, self.told_of_draws = torch.get_rng_state(), False
+        self.rng_state = torch.get_rng_state()
         self.started = time.perf_counter() - self.wall
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -25,11 +25,10 @@ from common.shards import to_tensor
 BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
 
 
-@dataclass
-class Batch:
-    """A shard's b of the batch's rows, in the order of the batch; b differs between shards and may be 0."""
+class Batch(NamedTuple):
+    """A shard's b of the batch's transitions, in the order of the batch; b differs between shards and may be 0."""
 
-    places: torch.Tensor  # (b,) their rows in the batch
+    places: np.ndarray  # (b,) their numbers in the batch of all shards
     indices: np.ndarray  # (b,) their places in this rank's memory
     weights: torch.Tensor  # (b,) importance weights; 1 where sampling is uniform
     obs: torch.Tensor  # (b, *shape)
@@ -37,11 +36,6 @@ class Batch:
     rewards: torch.Tensor  # (b,) discounted sums over n steps, fewer where the episode ended
     discounts: torch.Tensor  # (b,) gamma^steps, 0 after a termination: the factor of the bootstrapped value
     next_obs: torch.Tensor  # (b, *shape) what followed those steps
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a loss is computed of."""
-        return self.obs, self.actions, self.rewards, self.discounts, self.next_obs, self.weights
 
 
 class ReplayBuffer:
@@ -135,12 +129,12 @@ class ReplayBuffer:
             self._set_priorities(self.envs * self.capacity + place, 0.0)
             self._let_sample(dones)
 
-    def cut(self, obs: np.ndarray) -> None:
-        """End all episodes that run, as truncations: `obs` (n, *shape) are their last observations. Collective."""
+    def cut(self) -> None:
+        """End all episodes that run, as truncations after the newest observations. Collective."""
         place = (self.time - 1) % self.capacity
         running = ~(self.terminations[:, place] | self.truncations[:, place])
         self.truncations[running, place] = True
-        self._keep_final_obs(running, place, obs)
+        self._keep_final_obs(running, place, self._observations(self.envs, np.full(len(self.envs), self.time)))
         if not self.plain:
             self._let_sample(np.ones(len(running), bool))
         self.largest = float(self.world.gather([self.largest]).max())  # collective
@@ -235,14 +229,14 @@ class ReplayBuffer:
 
         float_dtype = torch.empty(0).numpy().dtype
         return Batch(
-            torch.from_numpy(rows),
-            indices,
-            to_tensor(weights.astype(float_dtype), device),
-            to_tensor(self._observations(env, time), device),
-            to_tensor(self.actions[env, place], device),
-            to_tensor(rewards.astype(float_dtype), device),
-            to_tensor(discounts.astype(float_dtype), device),
-            to_tensor(next_obs, device),
+            places=rows,
+            indices=indices,
+            weights=to_tensor(weights.astype(float_dtype), device),
+            obs=to_tensor(self._observations(env, time), device),
+            actions=to_tensor(self.actions[env, place], device),
+            rewards=to_tensor(rewards.astype(float_dtype), device),
+            discounts=to_tensor(discounts.astype(float_dtype), device),
+            next_obs=to_tensor(next_obs, device),
         )
 
     def _sum_blocks(self) -> None:
@@ -308,8 +302,8 @@ class ReplayBuffer:
             yield self.final_obs.setdefault(start + place, np.empty(self.obs_shape, self.frames.dtype))
 
     def update_priorities(self, indices: np.ndarray, td_errors: torch.Tensor) -> None:
-        """New priorities (|td_error| + 1e-6)^alpha of the places that `sample` drew on this rank."""
-        if len(indices) and not self.plain:
+        """New priorities (|td_error| + 1e-6)^alpha of places that `sample` drew on this rank; uniform: none."""
+        if len(indices) and self.alpha > 0.0:
             values = (np.abs(td_errors.detach().double().cpu().numpy()) + 1e-6) ** self.alpha
             self._set_priorities(indices, values)
             self.largest = max(self.largest, float(values.max()))

@@ -127,13 +127,13 @@ FAULTY_ENVIRONMENTS = [  # script, id, what is said, whether in the user's own t
     ("ppo", ":Constructor-v0", "ValueError: no such level", True),
 ]
 PPO_LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
-PPO_FORWARD = "return self.layers(obs if self.scale == 1.0 else obs / self.scale)"
+PPO_FORWARD = "return self.layers(obs)"
 PPO_ACTOR = "self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
 PPO_RESIDUAL = (PPO_FORWARD, "return self.layers[:2](obs) + self.layers[2:](self.layers[:2](obs))")
 DQN_LAYERS = "nn.Linear(space.shape[0], self.num_features), nn.ReLU()"
 SAC_LAYERS = "nn.Linear(num_inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()"
 BOX, BYTES = "--env-id :Box-v0", "--env-id :Bytes-v0"
-TOLD = "numpy_policy"
+TOLD = ""  # what acts follows from the networks' own code
 EDITS = [  # what, script, flags, what is said ("": it trains), the replacements
     ("no edit", "ppg", "", "", []),
     ("LayerNorm in Trunk", "ppo", "", TOLD, [(PPO_LAYERS, PPO_LAYERS.replace("nn.T", "nn.LayerNorm(64), nn.T", 1))]),
@@ -211,23 +211,13 @@ EDITS = [  # what, script, flags, what is said ("": it trains), the replacements
             ),
         ],
     ),
-    (
-        "a residual, and numpy_policy gives None",
-        "ppo",
-        "",
-        "",
-        [
-            PPO_RESIDUAL,
-            ("mean = numpy_layers(self.trunk.layers, self.actor)", "return None"),
-        ],
-    ),
-    ("LayerNorm", "dqn", "", "numpy_q", [(DQN_LAYERS, DQN_LAYERS.replace("nn.R", "nn.LayerNorm(120), nn.R"))]),
-    ("values scaled", "dqn", "", "numpy_q", [("q = self.head(features)", "q = 10 * self.head(features)")]),
+    ("LayerNorm", "dqn", "", "", [(DQN_LAYERS, DQN_LAYERS.replace("nn.R", "nn.LayerNorm(120), nn.R"))]),
+    ("values scaled", "dqn", "", "", [("q = self.head(features)", "q = 10 * self.head(features)")]),
     (
         "max for mean",
         "dqn",
         "--dueling",
-        "numpy_q",
+        "",
         [("q - q.mean(-1, keepdim=True)", "q - q.max(-1, keepdim=True)[0]")],
     ),
     ("a deeper Trunk", "dqn", "", "", [(DQN_LAYERS, f"{DQN_LAYERS}, nn.Linear(120, 120), nn.ReLU()")]),

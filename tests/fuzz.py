@@ -231,9 +231,10 @@ def break_threads() -> None:
 
 
 def break_alignment() -> None:
-    from common import replay, shards
+    from common import acting, replay, shards
 
-    shards.to_tensor = replay.to_tensor = lambda array, device: shards.torch.from_numpy(array)
+    for module in (acting, replay, shards):
+        module.to_tensor = lambda array, device: shards.torch.from_numpy(array)
 
 
 def break_acting() -> None:

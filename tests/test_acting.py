@@ -81,6 +81,7 @@ OPERATIONS = {
     "where": lambda m, x: torch.where(x.abs() > 0.5, x, m.weight),
     "residual": lambda m, x: x + m.layer(F.elu(m.layer(x))),
     "nested": lambda m, x: F.linear(x, m.layer.weight / m.layer.weight.abs().sum(), m.layer.bias),
+    "linear": lambda m, x: F.linear(x, m.layer.weight) + F.linear(x, weight=m.layer.weight, bias=m.layer.bias),
     "several results": lambda m, x: (x.tanh(), torch.special.erfcx(x)),
     "not needed": lambda m, x: [x.tanh(), m.layer(x).softmax(-1).digamma()][0],
 }

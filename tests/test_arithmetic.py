@@ -78,7 +78,7 @@ class FixedAgent(nn.Module):
 
     def __init__(self, logprob, entropy, value):
         super().__init__()
-        self.trunk, self.policy = (lambda obs: obs), (lambda features: features)
+        self.forward = lambda obs: (obs, obs)
         self.log_prob_entropy = lambda pi, actions: (torch.tensor(logprob), torch.tensor(entropy))
         self.value = lambda obs, features: torch.tensor(value)
 
@@ -95,13 +95,14 @@ def test_clipped_losses_by_hand(module, float64):
         (False, 0.5 * (1.0 + 3.61) / 2),
     ):
         args = SimpleNamespace(clip_coef=0.2, clip_vloss=clip_vloss, ent_coef=0.1, vf_coef=0.5)
-        loss, parts = module.PPOLoss(agent, args)(zeros, zeros, zeros, ones, threes, advantages)
+        minibatch = module.Batch(zeros, zeros, zeros, values=ones, advantages=advantages, returns=threes)
+        loss, stats = module.PPOLoss(agent, args)(minibatch)
         pg_loss = -(1.2 - 2.0 + 0.5 - 0.8) / 4  # min(2, 1.2), min(-2, -1.2), min(0.5, 0.8), min(-0.5, -0.8)
-        assert parts[0].item() == pytest.approx(pg_loss, rel=1e-12)
-        assert parts[1].item() == pytest.approx(v_loss, rel=1e-12)
-        assert parts[2].item() == pytest.approx(0.6, rel=1e-12)
+        assert stats["policy_loss"].item() == pytest.approx(pg_loss, rel=1e-12)
+        assert stats["value_loss"].item() == pytest.approx(v_loss, rel=1e-12)
+        assert stats["entropy"].item() == pytest.approx(0.6, rel=1e-12)
         assert loss.item() == pytest.approx(pg_loss - 0.1 * 0.6 + 0.5 * v_loss, rel=1e-12)
-        sums = module.loss_sums([parts, parts], 0.2)
+        sums = module.loss_sums([stats, stats], 0.2)
         assert sums["clipfrac"] == 2.0 and sums["old_approx_kl"] == pytest.approx(0.0, abs=1e-12)
         kl = ((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 2
         assert sums["approx_kl"] == pytest.approx(2 * kl, rel=1e-12)
@@ -143,18 +144,15 @@ def test_sampling_inverts_the_distribution():
 def test_minibatches_hold_as_many_steps_of_every_environment():
     """And a rank's are the same steps of the same environments as at world size 1."""
 
-    def draw(here, num_shards=1):
-        world = SimpleNamespace(here=lambda num_envs: here, shards=range(num_shards))
-        return ppo_ddp.minibatch_inds(torch.Generator().manual_seed(5), 2, 4, 8, 6, world).squeeze(0)
-
-    whole = draw(slice(0, 6))
+    draws = torch.rand(2, 6, 8)  # of 2 epochs, 6 environments, 8 steps
+    whole = ppo_ddp.minibatch_inds(draws, 4)
     assert whole.shape == (2, 4, 12)
     for epoch in whole:
         assert sorted(epoch.flatten().tolist()) == list(range(48))
         for minibatch in epoch:
             assert torch.bincount(minibatch % 6).tolist() == [2] * 6
     for rank in range(3):
-        part = draw(slice(2 * rank, 2 * rank + 2))
+        part = ppo_ddp.minibatch_inds(draws[:, 2 * rank : 2 * rank + 2], 4)
         local = whole[(whole % 6 >= 2 * rank) & (whole % 6 < 2 * rank + 2)].view(2, 4, 4)
         assert (part // 2).equal(local // 6) and (part % 2 + 2 * rank).equal(local % 6)
 
@@ -223,7 +221,7 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
         played[:] = np.asarray(values, dtype=float).tolist()
         return np.asarray(values, dtype=float).reshape(1, -1)
 
-    world = SimpleNamespace(rank=0, world_size=1, gather=gather, stop=0)
+    world = SimpleNamespace(rank=0, world_size=1, sharded=False, gather=gather, stop=0)
     envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
     row = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
     envs.close()
@@ -281,7 +279,7 @@ def test_minatar_evaluations_repeat_at_any_world_size():
 
     class Rank(World):
         def __init__(self, rank, world_size):
-            self.rank, self.world_size, self.stop = rank, world_size, 0
+            self.rank, self.world_size, self.stop, self.sharded = rank, world_size, 0, False
 
         def gather(self, values):
             self.played = values

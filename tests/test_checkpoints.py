@@ -487,7 +487,7 @@ def test_a_cut_ends_episodes_of_a_replay_buffer():
         ends = np.array([False, step == 5])
         obs = np.full((2, 2), float(step))
         rb.add(np.zeros(2, int), np.ones(2), ends, np.zeros(2, bool), obs, {}, ends)
-    rb.cut(np.full((2, 2), 5.0))
+    rb.cut()
     rb.start(np.full((2, 2), 100.0))
     assert (rb.priorities.ravel()[rb._at(np.array([0, 1, 2, 3, 4, 20, 21, 22, 23, 24]))] > 0).all()
     world.table = None
@@ -570,7 +570,7 @@ def test_cut_write_start_anew(module, tmp_path, monkeypatch):
 
     note(Environments, "start", lambda checkpoint=0: f"start {checkpoint}")
     note(Checkpoints, "write", lambda step: f"write {step}")
-    note(ReplayBuffer, "cut", lambda obs: "cut")
+    note(ReplayBuffer, "cut", lambda: "cut")
     note(ReplayBuffer, "start", lambda obs: "fill")
     settings = SMALL | RUNS[dqn_ddp] | {"total_timesteps": 160, "prioritized": False, "num_threads": 1}
     fill = ["fill"]

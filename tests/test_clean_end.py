@@ -104,7 +104,9 @@ def test_what_is_not_finite_is_named_where_it_arises(module, where, tmp_path):
         module.main(module.Args(**args))
     envs = make_envs(args["env_id"], 1, EVALUATION, range(3, 9, 2), (gym.spaces.Box,))
     with pytest.raises(Fault, match="^evaluation episode 3, its step 7: "):
-        evaluate(lambda obs: np.zeros((3, 1), np.float32), envs, 9, SimpleNamespace(rank=3, world_size=2))
+        evaluate(
+            lambda obs: np.zeros((3, 1), np.float32), envs, 9, SimpleNamespace(rank=3, world_size=2, sharded=False)
+        )
     envs.close()
 
 

@@ -11,6 +11,7 @@ import dqn_ddp
 from common.acting import Acting
 from common.distributed import World
 from common.launch import BadInput
+from common.replay import Batch
 from runs import assert_close, fork, run
 
 FLAGS = "--env-id tests.envs:NoisyCartPole-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
@@ -55,6 +56,11 @@ def test_dueling_values_by_hand():
         torch.testing.assert_close(torch.from_numpy(q_values(obs.numpy())), q)
 
 
+def batch_and_target(obs, actions, td_target, weights) -> tuple[Batch, torch.Tensor]:
+    """What the loss of a batch takes."""
+    return Batch(None, None, weights, obs, actions, None, None, None), td_target
+
+
 def gradients_of_shares() -> None:
     """On two ranks, one of them with none of the batch, and one with 3 of 8 rows, against the whole batch's."""
     torch.set_default_dtype(torch.float64)
@@ -63,13 +69,13 @@ def gradients_of_shares() -> None:
         for rows in ([8, 0], [3, 5]):
             torch.manual_seed(0)
             network = dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, False, True)
-            batch = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)
-            dqn_ddp.TDLoss(network, False, 1 / 8)(*batch)[0].backward()
+            columns = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)
+            dqn_ddp.TDLoss(network, False, 1 / 8)(*batch_and_target(*columns))[0].backward()
             whole = [p.grad.clone() for p in network.parameters()]
-            part = [x.split(rows)[world.rank] for x in batch]
+            part = [x.split(rows)[world.rank] for x in columns]
             network.zero_grad(set_to_none=True)
             loss = DDP(dqn_ddp.TDLoss(network, False, 2 / 8), static_graph=True)
-            loss(*part)[0].backward()
+            loss(*batch_and_target(*part))[0].backward()
             for p, g in zip(network.parameters(), whole, strict=True):
                 torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)
     os.write(1, f"equal on rank {world.rank}\n".encode())

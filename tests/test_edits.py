@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.acting import Acting
-from common.launch import Fault
+from common.launch import BadInput, Fault
 from runs import ROOT, edited
 
 ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}
@@ -24,8 +24,8 @@ SETTINGS = {"ppo_ddp.py": ACTOR_CRITIC, "ppg_ddp.py": ACTOR_CRITIC | {"n_pi": 2,
 SETTINGS |= {"dqn_ddp.py": REPLAY | {"log_every": 100}, "sac_ddp.py": REPLAY | {"log_every": 100}}
 BOX, DUELING = {"env_id": "Pendulum-v1"}, {"dueling": True}
 
-CAST = "        obs = obs.to(torch.get_default_dtype())\n"
-APPLY = "        return self.layers(obs if self.scale == 1.0 else obs / self.scale)\n"
+CAST = "        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())\n"
+APPLY = "        return self.layers(obs)\n"
 LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
 RESIDUAL = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + x\n"
 CONCAT = "torch.cat([out, self.log_std.expand_as(out)], -1)"
@@ -33,7 +33,7 @@ HEAD = "layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
 WIDE_HEAD = "nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, size))"
 BOUNDED = "log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)"
 GATE = "self.gate = nn.Parameter(torch.zeros(()))\n"
-SHAPE = "        self.image, self.channels_first = len(space.shape) == 3, channels_first\n"
+SHAPE = "        self.image = len(space.shape) == 3\n"
 GATED = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + self.gate * x\n"
 SCALED = CAST.replace("())\n", "()) / 10\n")
 BRANCH = "        obs = obs / 10 if obs.sum() > 0 else obs\n"
@@ -180,7 +180,7 @@ def test_sac_stacks_no_layer_norm(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-ROLLOUT = "        lr = given(learning_rate, device)\n", 1.5, "agent.trunk"  # a line of the loop, a factor, a module
+ROLLOUT = "        rollout_start = time.perf_counter()\n", 1.5, "agent.trunk"  # a line of the loop, a factor, a module
 COLLECT = "        update_start = time.perf_counter()\n", 1.001
 LOOPS = {"ppo_ddp.py": ROLLOUT, "ppg_ddp.py": ROLLOUT}
 LOOPS |= {"dqn_ddp.py": (*COLLECT, "q_network.trunk"), "sac_ddp.py": (*COLLECT, "actor")}
@@ -210,10 +210,15 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "Args.__post_init__": [],
     "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first, network)"],
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
+    "collect": [  # PPG's observations are those of a whole phase
+        "obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)",
+        "rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended))",
+        "while True:",
+    ],
     "main": [],
     "train": [
+        "if run.boundary(iteration * batch_size, act):",
         "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
-        "restart = iteration < num_iterations and crossed(args.checkpoint_every, before, global_step)",
     ],
 }
 
@@ -243,3 +248,14 @@ def test_what_ppo_and_ppg_define_alike_is_alike():
     for name, only in ONLY_PPO.items():
         lines = difflib.ndiff(ppo[name].split("\n"), ppg[name].split("\n"))
         assert sorted(line[2:].strip() for line in lines if line.startswith("- ")) == only
+
+
+@pytest.mark.parametrize(
+    "left_out, lacking", [("optimizer=optimizer, ", "its optimiser"), ("agent=agent, ", "its module")]
+)
+def test_what_is_trained_and_not_kept_is_refused(left_out, lacking, tmp_path):
+    """A resumed run would start it anew."""
+    module = edited_module(tmp_path, "ppo_ddp.py", [(left_out, "")])
+    with pytest.raises(BadInput, match=f"^run.keep: agent.*weight is trained, but {lacking} is not kept"):
+        module.main(module.Args(**ACTOR_CRITIC, cuda=False, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()

@@ -80,20 +80,20 @@ def test_it_overwrites_nothing_and_names_clashes(tmp_path):
     with pytest.raises(BadInput, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
         one_file(script, "mine.py")
     for import_, said in REFUSED.items():
-        script.write_text(changed(("from common.periods import crossed\n", f"{import_}\n")))
+        script.write_text(changed(("from common.distributed import World\n", f"{import_}\n")))
         with pytest.raises(BadInput, match=said):
             one_file(script, "mine.py")
 
 
 ONE_BY_ONE = r"edited\.py, line \d+: import names from common's files one by one"
 REFUSED = {
-    "from common.periods import crossed as c": ONE_BY_ONE,
-    "import common.periods": ONE_BY_ONE,
-    "from common import periods": ONE_BY_ONE,
-    "def f():\n    from common.periods import crossed": ONE_BY_ONE,
+    "from common.distributed import World as c": ONE_BY_ONE,
+    "import common.distributed": ONE_BY_ONE,
+    "from common import distributed": ONE_BY_ONE,
+    "def f():\n    from common.distributed import World": ONE_BY_ONE,
     "from math import *": r"edited\.py, line \d+: import names one by one, from modules by their full names",
-    "from common.acting import crossed": r"crossed is not made in .*acting\.py; import it from where it is",
-    "x = 1\nfrom common.periods import crossed": r"edited\.py, line \d+: stands before an import",
+    "from common.acting import World": r"World is not made in .*acting\.py; import it from where it is",
+    "x = 1\nfrom common.distributed import World": r"edited\.py, line \d+: stands before an import",
 }
 
 

@@ -13,7 +13,7 @@ SMALL = {"num_envs": 4, "num_steps": 32, "n_pi": 4, "aux_epochs": 4, "num_aux_mi
 
 @pytest.fixture
 def record(monkeypatch, tmp_path):
-    """Run PPG in this process -> [(kind, copies of all parameters by name, parts of the loss)] of its loss calls."""
+    """Run PPG in this process -> [(kind, copies of all parameters, statistics)] of its loss calls."""
 
     def train(**settings):
         calls, losses = [], {}
@@ -22,10 +22,10 @@ def record(monkeypatch, tmp_path):
             def forward(self, *batch, kind=kind, original=cls.forward):
                 losses[kind] = self
                 aux = dict(losses["aux"].named_parameters()) if "aux" in losses else {}
-                loss, parts = original(self, *batch)
+                loss, stats = original(self, *batch)
                 copies = {name: p.detach().clone() for name, p in aux.items()}
-                calls.append((kind, copies, [p.clone() for p in parts]))
-                return loss, parts
+                calls.append((kind, copies, [x.clone() for x in stats.values()]))
+                return loss, stats
 
             monkeypatch.setattr(cls, "forward", forward)
         path = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
@@ -74,7 +74,7 @@ def test_the_gradient_of_an_auxiliary_minibatch_by_hand():
         agent = ppg_ddp.Agent(space.Box(-1, 1, (3,), np.float32), space.Discrete(3), channels_first=False)
         head = torch.nn.Linear(64, 1)
         obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
-        loss, _ = ppg_ddp.AuxLoss(agent, head, ppg_ddp.Args(beta_clone=0.7))(obs, returns, old_pi)
+        loss, _ = ppg_ddp.AuxLoss(agent, head, ppg_ddp.Args(beta_clone=0.7))(ppg_ddp.AuxBatch(obs, returns, old_pi))
         loss.backward()
         with torch.no_grad():
             h = agent.trunk(obs)

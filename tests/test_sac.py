@@ -17,6 +17,7 @@ from common.acting import Acting
 from common.distributed import World
 from common.launch import BadInput
 from runs import assert_close, fork, run
+from test_dqn import batch_and_target
 
 FLAGS = "--env-id tests.envs:NoisyPendulum-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
 FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
@@ -152,13 +153,13 @@ def test_losses_by_hand(float64):
     obs, noise, target, weights = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5), torch.rand(5)
     actions, log_prob = actor(obs, noise)
     qf1, qf2 = critics(obs, actions)
-    loss, parts = sac_ddp.CriticLoss(critics, 1 / 5)(obs, actions, target, weights)
+    loss, stats = sac_ddp.CriticLoss(critics, 1 / 5)(*batch_and_target(obs, actions, target, weights))
     by_hand = sum(w * ((a - t) ** 2 + (b - t) ** 2) for w, a, b, t in zip(weights, qf1, qf2, target, strict=True)) / 5
     torch.testing.assert_close(loss, by_hand)
-    torch.testing.assert_close(parts[1], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
+    torch.testing.assert_close(stats["td_errors"], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
 
-    loss, (actor_loss, _) = sac_ddp.ActorLoss(actor, log_alpha, critics, 1 / 5)(obs, noise)
-    torch.testing.assert_close(actor_loss, (0.3 * log_prob - torch.min(qf1, qf2)).mean())
+    loss, stats = sac_ddp.ActorLoss(actor, log_alpha, critics, 1 / 5)(obs, noise)
+    torch.testing.assert_close(stats["actor_loss"], (0.3 * log_prob - torch.min(qf1, qf2)).mean())
     loss.backward()
     assert log_alpha.grad.item() == pytest.approx(-0.3 * (log_prob.mean().item() - 2))
     expected = torch.autograd.grad(actor_loss_of(actor, critics, obs, noise), list(actor.parameters()))
@@ -184,16 +185,16 @@ def gradients_of_shares() -> None:
             log_alpha = torch.nn.Parameter(torch.tensor(0.5))
             frozen.requires_grad_(False)
             parameters = [*actor.parameters(), *critics.parameters(), log_alpha]
-            batch = torch.randn(8, 3), torch.randn(8, 2), torch.randn(8), torch.rand(8)
-            sac_ddp.CriticLoss(critics, 1 / 8)(*batch)[0].backward()
-            sac_ddp.ActorLoss(actor, log_alpha, frozen, 1 / 8)(*batch[:2])[0].backward()
+            columns = torch.randn(8, 3), torch.randn(8, 2), torch.randn(8), torch.rand(8)
+            sac_ddp.CriticLoss(critics, 1 / 8)(*batch_and_target(*columns))[0].backward()
+            sac_ddp.ActorLoss(actor, log_alpha, frozen, 1 / 8)(*columns[:2])[0].backward()
             whole = [p.grad.clone() for p in parameters]
-            part = [x.split(rows)[world.rank] for x in batch]
+            part = [x.split(rows)[world.rank] for x in columns]
             for p in parameters:
                 p.grad = None
             critic_loss = DDP(sac_ddp.CriticLoss(critics, 2 / 8), static_graph=True)
             actor_loss = DDP(sac_ddp.ActorLoss(actor, log_alpha, frozen, 2 / 8), static_graph=True)
-            critic_loss(*part)[0].backward()
+            critic_loss(*batch_and_target(*part))[0].backward()
             actor_loss(*part[:2])[0].backward()
             for p, g in zip(parameters, whole, strict=True):
                 torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)

@@ -141,9 +141,9 @@ def recorded_minibatches(run_dir: str) -> None:
     """One iteration of PPO; the observations of each minibatch go to a file of this rank."""
     batches, forward = [], ppo_ddp.PPOLoss.forward
 
-    def record(self, obs, *rest):
-        batches.append(sorted(map(tuple, obs.tolist())))
-        return forward(self, obs, *rest)
+    def record(self, minibatch):
+        batches.append(sorted(map(tuple, minibatch.obs.tolist())))
+        return forward(self, minibatch)
 
     ppo_ddp.PPOLoss.forward = record
     ppo_ddp.main(ppo_ddp.Args(num_envs=4, num_steps=8, total_timesteps=32, eval_every=0, run_dir=run_dir))

@@ -1,0 +1,105 @@
+"""Encoders of images: the convolutions that turn an image into features, chosen by the image's size or by name.
+
+A script puts its own hidden layer, of the encoder's `width`, and its heads behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+Init = Callable[[nn.Conv2d, float], nn.Module]  # a layer and its gain -> the layer, initialised
+
+
+def default_init(layer: nn.Conv2d, gain: float) -> nn.Module:
+    """Keep torch's own initialisation, which takes no gain."""
+    return layer
+
+
+class Encoder(NamedTuple):
+    layers: nn.Sequential  # (B, channels, height, width) -> (B, num_features)
+    num_features: int
+    width: int  # of the hidden layer that follows in the encoder's paper
+
+
+def image_encoder(
+    space: gym.spaces.Box, channels_first: bool, network: str = "auto", init: Init = default_init
+) -> Encoder:
+    """Returns IMPALA's encoder for `network` "impala"; for "auto" Nature's if images are large, MinAtar's if not."""
+    pixels = Pixels(space, channels_first)(torch.zeros(1, *space.shape))
+    channels = pixels.shape[1]
+    if network == "impala":
+        layers, width = impala_layers(channels, init), 256
+    elif is_large(space, channels_first):
+        layers, width = nature_layers(channels, init), 512
+    else:
+        layers, width = minatar_layers(channels, init), 128
+    encoder = nn.Sequential(*layers, nn.Flatten()).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        num_features = encoder(pixels).shape[1]
+    return Encoder(encoder, num_features, width)
+
+
+def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
+    """True for images whose smaller side is at least 36, which is the least that Nature's convolutions can take."""
+    return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
+
+
+class Pixels(nn.Module):
+    """Images (B, *shape) in the space's own dtype -> (B, channels, height, width) in torch's default dtype.
+
+    Pixels of whole numbers are divided by the space's largest. Atari's images and many of EnvPool's are channels-first.
+    """
+
+    def __init__(self, space: gym.spaces.Box, channels_first: bool) -> None:
+        super().__init__()
+        self.channels_first = channels_first
+        self.scale = max(1.0, float(space.high.max())) if np.issubdtype(space.dtype, np.integer) else 1.0
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        obs = obs if self.channels_first else obs.permute(0, 3, 1, 2)
+        obs = obs.contiguous(memory_format=torch.channels_last).to(torch.get_default_dtype())
+        return obs if self.scale == 1.0 else obs / self.scale
+
+
+def nature_layers(channels: int, init: Init) -> list[nn.Module]:
+    """The convolutions of the DQN paper (Nature 518, 2015)."""
+    first = [init(nn.Conv2d(channels, 32, 8, stride=4), math.sqrt(2)), nn.ReLU()]
+    second = [init(nn.Conv2d(32, 64, 4, stride=2), math.sqrt(2)), nn.ReLU()]
+    third = [init(nn.Conv2d(64, 64, 3), math.sqrt(2)), nn.ReLU()]
+    return [*first, *second, *third]
+
+
+def minatar_layers(channels: int, init: Init) -> list[nn.Module]:
+    """The convolution of the MinAtar paper (arXiv:1903.03176)."""
+    return [init(nn.Conv2d(channels, 16, 3), math.sqrt(2)), nn.ReLU()]
+
+
+def impala_layers(channels: int, init: Init) -> list[nn.Module]:
+    """The residual network of the IMPALA paper (arXiv:1802.01561 figure 3), at PPG's sizes."""
+    layers = []
+    for in_channels, out_channels in ((channels, 16), (16, 32), (32, 32)):
+        layers += [init(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0), nn.MaxPool2d(3, 2, 1)]
+        layers += [Residual(out_channels, init), Residual(out_channels, init)]
+    return [*layers, nn.ReLU()]
+
+
+class Residual(nn.Module):
+    """(B, channels, height, width) plus two convolutions of it.
+
+    With this gain, what the six blocks add at the start is together about as large as what the first one is given.
+    """
+
+    def __init__(self, channels: int, init: Init) -> None:
+        super().__init__()
+        first, second = (init(nn.Conv2d(channels, channels, 3, padding=1), 6**-0.25) for _ in range(2))
+        self.layers = nn.Sequential(nn.ReLU(), first, nn.ReLU(), second)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)

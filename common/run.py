@@ -1,0 +1,187 @@
+"""What surrounds a training loop: the run directory, what is saved, and what happens at multiples of a period."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from common.arguments import RunArgs
+from common.checkpoint import Checkpoints, load_model
+from common.distributed import World
+from common.environments import Environments
+from common.episodes import EpisodeStatistics, episode_row, evaluate
+from common.equality import check_equal
+from common.launch import BadInput
+from common.logger import Logger
+from common.periods import crossed
+from common.shards import average_over_shards
+
+Act = Callable[[np.ndarray], np.ndarray]
+MEETING = 500  # transitions (all processes) after which a request to stop is heard, if rows are rarer
+
+
+class Run:
+    """One run of a script, on this process.
+
+    `restart`: the environments are to start anew, as at the start and after each checkpoint; `global_step`: the last
+    boundary's, in transitions of all processes. Every process must call each method.
+    """
+
+    def __init__(
+        self, args: RunArgs, world: World, envs: Environments, eval_envs: Environments | None, logger: Logger
+    ) -> None:
+        self.args, self.world, self.device, self.logger = args, world, world.device, logger
+        self.envs, self.eval_envs = envs, eval_envs
+        self.state: dict[str, Any] = {}
+        self.replay = None
+        self.global_step, self.last_step, self.restart = 0, 0, True
+        self.checkpoint_step = 0  # the last where a checkpoint could be written
+
+    def keep(self, replay: Any = None, **state: Any) -> None:
+        """Register what is equal on all processes at all times: modules, optimisers, generators, tensors, normalisers.
+
+        It is compared at each --check-sync-every and saved in checkpoints and, except optimisers and generators, in
+        model.pt. `replay`: the buffer, of which each process saves its own part.
+        """
+        self.state |= state
+        self.replay = replay if replay is not None else self.replay
+
+    def average_gradients(self, loss: nn.Module) -> None:
+        """Let DDP average the gradients of a wrapped loss over shards (`--shards`), otherwise over processes.
+
+        Raises `BadInput` for what the loss trains and `keep` lacks: a resumed run would lose it.
+        """
+        average_over_shards(loss, self.world)
+        optimizers = [x for x in self.state.values() if isinstance(x, torch.optim.Optimizer)]
+        stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        kept = {x for x in self.state.values() if isinstance(x, torch.Tensor)}
+        kept |= {p for x in self.state.values() if isinstance(x, nn.Module) for p in x.parameters()}
+        for name, parameter in loss.named_parameters():
+            if parameter.requires_grad and not (parameter in kept and parameter in stepped):
+                lacking = "its module" if parameter not in kept else "its optimiser"
+                name = name.removeprefix("module.")
+                raise BadInput(f"run.keep: {name} is trained, but {lacking} is not kept; call run.keep with it before.")
+
+    def begin(self, act: Act, last_step: int, plan: str) -> None:
+        """Go on from a checkpoint or load a model, print `plan`, and evaluate `act` before anything is learned.
+
+        `last_step`: transitions at the end of the run.
+        """
+        self.last_step = last_step
+        self.checkpoints = Checkpoints(self.args, self.world, self.logger, self.state, self.replay)  # collective
+        self.global_step = self.checkpoint_step = self.checkpoints.global_step
+        load_model(self.args, self.world, self.state, self.checkpoints)  # collective
+        self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}")
+        if self.args.eval_every and not self.checkpoints.number:
+            self._evaluate(0, act)  # collective
+
+    def start_environments(self) -> np.ndarray:
+        """Start every environment anew, from other seeds after each checkpoint -> observations (n, *shape)."""
+        self.restart = False
+        return self.envs.start(self.checkpoints.number)
+
+    def row_due(self, global_step: int, log_every: int) -> bool:
+        """Whether a row is to be logged now: at multiples of `log_every`, before a checkpoint, and last of all.
+
+        To be called after each vector step, before `boundary`. Requests to stop are heard here.
+        """
+        if crossed(MEETING, self.global_step, global_step):
+            self.world.gather([])  # collective
+        ends = global_step == self.last_step or self.world.stop
+        due = crossed(log_every, self.global_step, global_step)
+        return bool(ends or due or crossed(self.args.checkpoint_every, self.global_step, global_step))
+
+    def boundary(self, global_step: int, act: Act, may_checkpoint: bool = True) -> bool:
+        """At multiples of their periods compare processes, evaluate, write a checkpoint -> whether the run is to end.
+
+        `may_checkpoint`: nothing is half done that a checkpoint would lack. One that is due waits for that.
+        """
+        args, before, last = self.args, self.global_step, global_step == self.last_step or bool(self.world.stop)
+        self.global_step = global_step
+        if crossed(args.check_sync_every, before, global_step):
+            check_equal(global_step, self.state, self.world)  # collective
+        if self.world.stop:
+            return True
+        if args.eval_every and (crossed(args.eval_every, before, global_step) or last):
+            score = self._evaluate(global_step, act)  # collective
+            if self.world.stop or (args.stop_at_return is not None and score >= args.stop_at_return):
+                return True
+        if may_checkpoint and not last:
+            due = crossed(args.checkpoint_every, self.checkpoint_step, global_step)
+            self.checkpoint_step = global_step
+            if due:
+                self._write_checkpoint(global_step)  # collective
+        return False
+
+    def _write_checkpoint(self, global_step: int) -> None:
+        if self.replay is not None:
+            self.replay.cut()  # collective
+        self.checkpoints.write(global_step)  # collective
+        self.restart = True
+
+    def _evaluate(self, global_step: int, act: Act) -> float:
+        """Play and log the evaluation -> its mean return."""
+        row = evaluate(act, self.eval_envs, self.args.eval_episodes, self.world)  # collective
+        if not self.world.stop:  # which cuts it short
+            self.logger.log(global_step, row)
+        return row["eval/episodic_return"]
+
+    def finish(self, **more: Any) -> None:
+        """Write model.pt, with `more` than what is kept, and say that the run is finished."""
+        if self.args.save_model:
+            self.logger.save(self.global_step, self.state | more)
+        self.checkpoints.finish()
+
+
+class Means:
+    """Means over the updates since the last row of what losses return by name, and times.
+
+    `seconds`: by column, for the script to add to. A row shows those of the slowest process.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
+        # one tensor for each name: many small ones, kept until the row, would fragment the memory of batches
+        zero = partial(torch.zeros, (), dtype=torch.float64, device=self.world.device)
+        self.sums = [defaultdict(zero) for _ in self.world.shards]
+        self.counts: Counter[str] = Counter()
+
+    def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
+        """Add an update's numbers by name, for each shard here. Their mean over all shards is the batch's."""
+        self.counts.update(stats[0].keys())
+        for sums, part in zip(self.sums, stats, strict=True):
+            for name, value in part.items():
+                sums[name] += value
+
+    def row(self, episodes: EpisodeStatistics) -> dict[str, float]:
+        """The columns of episodes, losses and times since the last call, over all processes."""
+        losses = [{name: value.item() for name, value in sums.items()} for sums in self.sums]
+        sums = [ended | part for ended, part in zip(episodes.pop(), losses, strict=True)]
+        total = self.world.reduce(sums, maxima=self.seconds)  # collective
+        row = episode_row(total) | {name: total[name] for name in self.seconds}
+        row |= {f"losses/{name}": total[name] / n / self.world.num_shards for name, n in self.counts.items()}
+        self._clear()
+        return row
+
+
+@contextmanager
+def open_run(
+    args: RunArgs, file: str, columns: tuple[str, ...], world: World, envs: Environments, eval_envs: Environments | None
+) -> Iterator[Run]:
+    """Open the run directory and the process group; call what trains inside, as a function of its own.
+
+    (Its DDP modules must be gone when the process group ends.)
+    """
+    with Logger(args, file, columns, world, eval_envs) as logger, world.process_group(args.timeout):
+        yield Run(args, world, envs, eval_envs, logger)
