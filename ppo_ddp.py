@@ -276,8 +276,12 @@ def learning_batch(args: Args, agent: Agent, rollout: Rollout, scale: float | No
     with torch.no_grad():
         obs = network_input(rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:]))
         actions = to_tensor(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]), obs.device)
-        features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
-        logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
+        if rollout.features is None:
+            pi, features = agent(obs)
+        else:
+            features = rollout.features.flatten(0, 1)
+            pi = agent.policy(features)
+        logprobs, _ = agent.log_prob_entropy(pi, actions)
         # in parts, as the update: values may take convolutions of their own, as PPG's do
         parts = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*part) for part in parts])
