@@ -2,7 +2,7 @@
 
 import fuzz
 
-FEW = {"ppo": 87, "ppg": 41, "dqn": 97, "sac": 20}  # draws of seed 1 that are short, one of each script
+FEW = {"ppo": 52, "ppg": 41, "dqn": 23, "sac": 1}  # draws of seed 1 that are short, one of each script
 
 
 def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes():
@@ -13,7 +13,7 @@ def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes():
             draw = fuzz.drawn(1, number)
             assert draw.script == script
             assert fuzz.tried(draw, servers) == "same", f"python tests/fuzz.py --seed 1 --only {number}"
-        assert fuzz.tried(fuzz.drawn(1, FEW["ppo"]), servers, "normaliser").startswith("part in row")
+        assert fuzz.tried(fuzz.drawn(1, FEW["ppg"]), servers, "normaliser").startswith("part in row")
     finally:
         servers.close()
 
