@@ -183,7 +183,9 @@ def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
     assert header == ",".join(runner.RECORDED) and rows[-1].startswith("1280,")
 
 
-@pytest.mark.parametrize("layout", ["the project's", "one file", "its own common"])
+@pytest.mark.parametrize(
+    "layout", ["the project's", pytest.param("one file", marks=pytest.mark.slow), "its own common"]
+)
 def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(layout, tmp_path):
     """Ended after a checkpoint, it is recorded as the curve of one that was not; with other flags it would not be.
 

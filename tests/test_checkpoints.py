@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-SLOW = {"sac", "dqn pong"}
+SLOW = {"ppo", "sac", "dqn pong"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CASES])

@@ -53,7 +53,8 @@ CASES = {
     "dqn breakout": ("dqn_ddp.py", f"{BREAKOUT} --prioritized"),
     "sac halfcheetah": ("sac_ddp.py", CHEETAH),
 }
-MARKED = [pytest.param(case, marks=[PROCGEN] if "starpilot" in case else []) for case in CASES]
+MARKS = {"ppo starpilot": PROCGEN, "ppg starpilot": PROCGEN, "sac halfcheetah": pytest.mark.slow}
+MARKED = [pytest.param(case, marks=[MARKS[case]] if case in MARKS else []) for case in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)

@@ -37,7 +37,7 @@ def model_of(folder, case, size, flags="--shards 2"):
     return run(script, size, f"{own} {EVALS} {flags} --save-model", folder / "first", dtype="float32")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x == "ppo" else []) for x in CASES])
 def test_a_model_is_evaluated_as_it_was_at_its_end(case, tmp_path):
     """Trained on two processes, evaluated on one, to the bit; then trained on: its first row is that evaluation too."""
     first, (script, own) = model_of(tmp_path, case, 2), CASES[case]

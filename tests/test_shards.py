@@ -58,7 +58,7 @@ CASES = {
     "sac": ("sac_ddp.py", 4, SAC, (1, 2, 4)),
     "sac prioritized": ("sac_ddp.py", 2, f"{SAC} --prioritized --policy-frequency 3", (1, 2)),
 }
-SLOW = {"ppo compiled", "ppo pong", "ppg minatar"}
+SLOW = {"ppo compiled", "ppo pong", "ppg", "ppg minatar", "dqn pong", "sac"}
 LONG = {
     "ppo": ("ppo_ddp.py", 4, "--num-envs 8 --total-timesteps 200000", (1, 2, 4)),
     "sac": ("sac_ddp.py", 4, "--total-timesteps 20000", (1, 2, 4)),
