@@ -601,8 +601,10 @@ def train(args: Args, run: Run) -> None:
     run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start, and after each checkpoint
+            rollouts = batches = aux_batches = None  # or their memory would be there twice
             experience = collect(args, run, agent, acting, generator, normalized)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+        lr_fraction = given(fraction, device)  # of all learning rates, as the optimiser takes it
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         scale = None
@@ -627,7 +629,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)
                 minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
-                stats.append(update(minibatches, given(fraction, device)))  # collective
+                stats.append(update(minibatches, lr_fraction))  # collective
             if args.target_kl is not None:
                 epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
                 epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
@@ -650,7 +652,7 @@ def train(args: Args, run: Run) -> None:
                 for i in range(args.num_aux_minibatches):
                     parts = zip(aux_batches, aux_inds, strict=True)
                     minibatches = [batch.take(mb[aux_epoch, i], network_input) for batch, mb in parts]
-                    aux_stats.append(aux_update(minibatches, given(fraction, device)))  # collective
+                    aux_stats.append(aux_update(minibatches, lr_fraction))  # collective
                 world.gather([])  # collective; a stop request is heard here
                 if world.stop:
                     break

@@ -87,6 +87,7 @@ EDITS = {
     "dropout": dict.fromkeys(LOSSES, DROPOUT),
     "unseeded draws": {script: NOISE.format(loss) for script, loss in LOSSES.items()},
 }
+TOLD = "one process without --shards may have it|depend on the number of processes"
 REFUSED = (
     "dropout",
     "unseeded draws",

@@ -219,6 +219,7 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "train": [
         "if run.boundary(iteration * batch_size, act):",
         "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
+        "rollouts = batches = None",
     ],
 }
 
