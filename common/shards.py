@@ -20,11 +20,11 @@ from common.launch import BadInput
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor that begins at a multiple of 64 bytes; on the CPU a copy only where the array does not.
+    """The array as a contiguous tensor that begins at a multiple of 64 bytes; on the CPU a copy only where it must be.
 
     MKL rounds some products otherwise at another address, and a view of a shard's rows may begin anywhere.
     """
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cpu":
         return tensor.to(device)
     return tensor.clone() if tensor.data_ptr() % 64 else tensor

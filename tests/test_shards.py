@@ -245,6 +245,8 @@ def test_what_a_shard_computes_begins_at_a_multiple_of_64_bytes(offset):
     rows = memory[offset // 4 : offset // 4 + 14].reshape(2, 7)
     assert to_tensor(rows, torch.device("cpu")).data_ptr() % 64 == 0
     assert np.shares_memory(to_tensor(rows, torch.device("cpu")).numpy(), memory) == (offset == 0)
+    strided = torch.zeros(3, 32).numpy()[:, offset // 4 : offset // 4 + 7]  # such as the rows of one environment
+    assert to_tensor(strided, torch.device("cpu")).is_contiguous()
     addresses = []
     per_shard(lambda x: addresses.append(x.ctypes.data % 64) or x, [slice(0, 1), slice(1, 2)], World(False, 2))(rows)
     assert addresses == [0, 0]
