@@ -128,7 +128,7 @@ def drawn(seed: int, number: int) -> Draw:
     total = int(flags["total-timesteps"])
     if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
-        flags["eval-episodes"] = str(chance.randint(1, chance.choice((8, 8, 20))))
+        flags["eval-episodes"] = str(chance.randint(1, chance.choice((8, 24))))
     else:
         flags["eval-every"] = "0"
     if chance.random() < 0.15:
