@@ -33,17 +33,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
-from common.arguments import RunArgs, command_line, require, require_divisible
 from common.distributed import World
 from common.encoders import Pixels, image_encoder, is_large
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics, episode_row
+from common.errors import BadInput, require, require_divisible
 from common.graphs import given, graphed
-from common.launch import BadInput, launch
 from common.machine import require_compiler, require_memory, set_threads
 from common.normalization import RunningMoments, discounted_returns, standardized
-from common.ranges import Count, Fraction, Json, Norm, Positive, Weight, Whole
-from common.run import Run, open_run
+from common.run.arguments import Count, Fraction, Json, Norm, Positive, RunArgs, Weight, Whole, command_line
+from common.run.launch import launch
+from common.run.loop import Run, open_run
 from common.shards import per_shard, to_tensor
 
 Normalized = Callable[[np.ndarray], np.ndarray]

@@ -35,17 +35,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
-from common.arguments import RunArgs, command_line, require, require_divisible
 from common.distributed import World
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics
+from common.errors import BadInput, Fault, require, require_divisible
 from common.graphs import graphed
-from common.launch import BadInput, Fault, launch
 from common.machine import set_threads
-from common.periods import crossed
-from common.ranges import Count, Fraction, Json, Period, Positive, Rate, Threads, Whole
 from common.replay import Batch, ReplayBuffer
-from common.run import Means, Run, open_run
+from common.run.arguments import Count, Fraction, Json, Period, Positive, Rate, RunArgs, Threads, Whole, command_line
+from common.run.launch import launch
+from common.run.loop import Means, Run, crossed, open_run
 from common.shards import per_shard
 
 

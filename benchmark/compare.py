@@ -25,8 +25,8 @@ import torch
 import tyro
 
 from benchmark.run import or_say_why
-from common.arguments import FREE
-from common.launch import BadInput
+from common.errors import BadInput
+from common.run.arguments import FREE
 
 UNLIKE = {"command", "seconds", *(f"args.{name}" for name in FREE)}  # in records: what no number depends on
 AGREE = 1e-3  # relative

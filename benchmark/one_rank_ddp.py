@@ -4,7 +4,7 @@ import tyro
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ppo_ddp
-from common.launch import launch
+from common.run.launch import launch
 
 Loss = ppo_ddp.PPOLoss
 ppo_ddp.PPOLoss = lambda *args: DDP(Loss(*args), gradient_as_bucket_view=True, static_graph=True)

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from benchmark.run import Run, or_say_why, recorded, runs_of
 from benchmark.suites import Suite, suite_of
-from common.launch import BadInput
+from common.errors import BadInput
 
 matplotlib.rcParams |= {
     "svg.hashsalt": "lockstep",

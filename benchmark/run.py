@@ -34,8 +34,8 @@ import tyro
 
 from benchmark.suites import Suite, suite_of
 from common.distributed import World
-from common.launch import BadInput
-from common.sources import source_record
+from common.errors import BadInput
+from common.run.sources import source_record
 
 ROOT = Path(__file__).parent.parent
 KEPT = (

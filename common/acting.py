@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from common.launch import Fault
+from common.errors import Fault
 from common.shards import to_tensor
 
 

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from common.arguments import require, require_divisible
-from common.launch import BadInput, Fault, end_with_parent, explained, peer_ended
-from common.watchdog import GRACE, Watchdog
+from common.errors import BadInput, Fault, explained, peer_ended, require, require_divisible
+from common.watchdog import GRACE, Watchdog, end_with_parent
 
 
 class World:

@@ -19,11 +19,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWrapper
 
-from common.arguments import RunArgs, require_divisible
 from common.distributed import World
-from common.launch import BadInput, Fault, end_with_parent
+from common.errors import BadInput, Fault, require_divisible
 from common.machine import require_memory
 from common.pool import OURS, Pool
+from common.watchdog import end_with_parent
 
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
@@ -134,11 +134,11 @@ class Environments(VectorWrapper):
 
 @contextmanager
 def open_environments(
-    args: RunArgs, world: World, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
+    args: Any, world: World, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
 ) -> Iterator[tuple[Environments, Environments | None]]:
     """This rank's environments, and one for each evaluation episode that it plays, if any; closed at the end.
 
-    `args` has `env_id`, `env_kwargs` and `num_envs` too. Shard s plays the episodes e with e mod the number of shards
+    `args`: a script's. Shard s plays the episodes e with e mod the number of shards
     = s. Raises `BadInput` as `make_envs` does, and for numbers of environments that do not divide or fit.
     """
     parts = "--shards" if world.sharded else "the number of processes"

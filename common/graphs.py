@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from common.distributed import World
-from common.launch import BadInput
+from common.errors import BadInput
 
 WARMUP = 11  # calls before anything is recorded: so many DDP needs (PyTorch's notes on CUDA graphs)
 MOST = 64  # recordings kept of one function

@@ -18,7 +18,7 @@ from types import CodeType
 
 import tyro
 
-from common.launch import BadInput
+from common.errors import BadInput
 
 COMMON = Path(__file__).parent
 FUTURE = "from __future__ import annotations"
@@ -61,7 +61,7 @@ class Source:
     def _check_imports(self, statement: ast.stmt) -> None:
         """Raise `BadInput` for imports that cannot be followed."""
         folder = self.path.resolve().parent
-        folder = folder.parent if folder == COMMON.resolve() else folder  # that of the script
+        folder = COMMON.resolve().parent if folder.is_relative_to(COMMON.resolve()) else folder  # that of the script
         for node in ast.walk(statement):
             at = f"{self.path}, line {getattr(node, 'lineno', 0)}"
             plain = node is statement and isinstance(node, ast.ImportFrom)
@@ -175,7 +175,7 @@ def one_file(script: Path, name: str) -> str:
             if read in source.ours:
                 other, there = source.ours[read]
                 if other not in sources:
-                    sources[other] = Source(COMMON / f"{other}.py")
+                    sources[other] = Source(COMMON / f"{other.replace('.', '/')}.py")
                 if there not in sources[other].defined:
                     raise BadInput(
                         f"{source.path}: {there} is not made in {sources[other].path}; import it from where it is."
@@ -222,7 +222,7 @@ def one_file(script: Path, name: str) -> str:
     ]
     modules = ranked([module for module in order if module], sources)
     for module in modules:
-        text += [*[""] * (1 if module == modules[0] else 2), f"# FROM common/{module}.py"]
+        text += [*[""] * (1 if module == modules[0] else 2), f"# FROM common/{module.replace('.', '/')}.py"]
         before = None
         for number in sorted(wanted[module]):
             gap = 2

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from common.distributed import World
-from common.launch import Fault
+from common.errors import Fault
 from common.machine import free_memory, require_memory
 from common.shards import to_tensor
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.distributed import World
-from common.launch import BadInput
+from common.errors import BadInput
 
 # no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
 

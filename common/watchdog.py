@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,10 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 
-from common.launch import end_now, explained
+from common.errors import explained
 
 GRACE = 10.0  # seconds from a stop request to the next boundary, after which the process ends at once
 
@@ -92,3 +94,19 @@ class Watchdog:
                     print(note, file=sys.stderr, flush=True)
                     faulthandler.dump_traceback()
                 end_now(1)
+
+
+def end_now(code: int) -> None:
+    """End this process and its children without unwinding. Rows already written are flushed, so nothing is lost."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it
+            stream.flush()
+    os._exit(code)
+
+
+def end_with_parent(signum: int) -> None:
+    """Let this process get `signum` once its parent is gone, however that ended (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG

@@ -577,7 +577,7 @@ def judged(case: Case, code: int, out: str, err: str, wrong: list[str]) -> Resul
         wrong.append(f"does not say {case.says!r}")
     if len(messages) != (case.says != "" and not case.traceback):
         wrong.append(f"{len(messages)} messages")
-    ours = r'(?:common/\w+|_ddp)\.py", line \d+, in ' if case.processes > 1 else "Traceback"
+    ours = r'(?:common/[\w/]+|_ddp)\.py", line \d+, in ' if case.processes > 1 else "Traceback"
     if not case.traceback and re.search(ours, err):
         wrong.append("a traceback")
     last = (err.strip().splitlines() or [""])[-1]

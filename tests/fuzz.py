@@ -117,7 +117,7 @@ def drawn(seed: int, number: int) -> Draw:
     chance = random.Random(f"{seed} {number}")
     script = chance.choices(("ppo", "ppg", "sac", "dqn"), (30, 25, 25, 20))[0]
     shards = chance.choice((2, 4, 8))
-    num_envs = shards * chance.choice([n for n in (1, 1, 2, 3, 5, 9, 16) if n * shards <= 40])
+    num_envs = shards * chance.choice([n for n in (1, 2, 3, 5, 9, 16, 16) if n * shards <= 64])
     image = script != "sac" and chance.random() < 0.1
     flags = {"shards": str(shards), "num-envs": str(num_envs), "seed": str(chance.randrange(2**32))}
     flags["env-id"], flags["env-kwargs"] = "tests.envs:Drawn-v0", json.dumps(environment(chance, script, image))
@@ -155,7 +155,7 @@ def environment(chance: random.Random, script: str, image: bool) -> dict:
     if image:
         kwargs["shape"] = chance.choice(((10, 10, 3), (12, 9, 4), (7, 16, 2), (36, 40, 3), (44, 44, 1)))
     else:
-        kwargs["shape"] = [min(600, round(600 ** chance.random()))]
+        kwargs["shape"] = [round(600 ** chance.random()) if chance.random() < 0.7 else chance.randint(300, 600)]
     if script == "sac" or (script != "dqn" and chance.random() < 0.75):
         kwargs["actions"] = [chance.randint(1, 7)] if chance.random() < 0.8 else [2, chance.randint(1, 3)]
         kwargs["action_dtype"] = chance.choice(("float32", "float32", "float64"))
@@ -287,7 +287,7 @@ def break_evaluation() -> None:
 
 
 def break_generator() -> None:
-    from common import checkpoint
+    from common.run import checkpoint
 
     restore = checkpoint.restore
     skipped = checkpoint.torch.Generator

@@ -15,8 +15,10 @@ import time
 
 import torch
 
-from common import checkpoint, distributed, logger, watchdog
-from common.launch import BadInput, launch
+from common import distributed, watchdog
+from common.errors import BadInput
+from common.run import checkpoint, logger
+from common.run.launch import launch
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
 

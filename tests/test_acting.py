@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from common import acting
 from common.acting import Acting
-from common.launch import Fault
+from common.errors import Fault
 
 CPU = torch.device("cpu")
 OBS = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)

@@ -17,9 +17,9 @@ from common import episodes
 from common.distributed import World
 from common.environments import EVALUATION, TRAINING, Environments, environment_seeds, make_envs
 from common.episodes import EpisodeStatistics, evaluate
-from common.equality import check_equal
-from common.launch import Fault
+from common.errors import Fault
 from common.normalization import RunningMoments, discounted_returns, standardized
+from common.state import check_equal
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)

@@ -9,9 +9,9 @@ import common.machine
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.arguments import command_line, require_divisible
-from common.launch import BadInput
-from common.periods import crossed
+from common.errors import BadInput, require_divisible
+from common.run.arguments import command_line
+from common.run.loop import crossed
 from runs import ROOT, finish, run, start
 
 NAN = math.nan

@@ -23,7 +23,7 @@ import sac_ddp
 from benchmark import plot, scaling, speed
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
-from common.launch import BadInput
+from common.errors import BadInput
 from common.onefile import one_file
 from runs import PATIENCE, ROOT, descendants, wait_until
 from runs import run as run_script

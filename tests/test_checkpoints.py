@@ -17,18 +17,21 @@ import pytest
 import torch
 
 import chaos
-import common.files
+import common.run.files
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.arguments import FREE, RunArgs
-from common.checkpoint import MACHINE, Checkpoints, on_cpu
 from common.distributed import World
 from common.environments import Environments, make_envs
-from common.files import digest_of, locked, size_and_digest, write_flushed
-from common.launch import BadInput, end_now
+from common.errors import BadInput
 from common.replay import ReplayBuffer
+from common.run.arguments import FREE, RunArgs
+from common.run.checkpoint import Checkpoints
+from common.run.files import digest_of, locked, size_and_digest, write_flushed
+from common.run.record import MACHINE
+from common.state import state_of
+from common.watchdog import end_now
 from runs import ROOT, descendants, finish, flat, fork, run, start
 from test_replay import CPU, VECTOR, FakeWorld
 
@@ -260,7 +263,7 @@ def test_a_checkpoint_may_take_longer_than_the_timeout(tmp_path):
 def test_a_large_file_is_flushed_as_it_is_written(tmp_path, monkeypatch):
     """No flush has more to write than a chunk and a piece, so that none takes much longer than another."""
     flushed = [0]
-    monkeypatch.setattr(common.files, "CHUNK", 100_000)
+    monkeypatch.setattr(common.run.files, "CHUNK", 100_000)
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.lseek(file, 0, os.SEEK_CUR)))
     pieces = [bytes(60_000)] * 20
     assert write_flushed(tmp_path / "a", pieces) == size_and_digest([b"".join(pieces)])
@@ -301,7 +304,7 @@ def rewrite(path, change) -> None:
     ],
 )
 def test_what_another_run_left_is_refused(name, change, said, interrupted, tmp_path, monkeypatch):
-    monkeypatch.setattr(common.files, "PATIENCE", 0.0)
+    monkeypatch.setattr(common.run.files, "PATIENCE", 0.0)
     run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
     newest = max((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     path = newest / "manifest.json" if name == "manifest" else run_dir / "config.json"
@@ -320,7 +323,7 @@ def test_what_another_run_left_is_refused(name, change, said, interrupted, tmp_p
 def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd, monkeypatch):
     """Once, and it is kept, with the difference of the sources that go on."""
     run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
-    monkeypatch.setattr("common.logger.source_record", lambda path: ({"commit": "c", "sources": "s"}, "+y\n"))
+    monkeypatch.setattr("common.run.logger.source_record", lambda path: ({"commit": "c", "sources": "s"}, "+y\n"))
     for path in (run_dir / "checkpoints").iterdir():
         rewrite(path / "manifest.json", lambda x: x["record"].update(device="an abacus"))
     continued(ppo_ddp, run_dir, timeout=100.0, save_model=True, check_sync_every=16)
@@ -431,16 +434,18 @@ def test_a_full_disk_at_a_checkpoint(size, whole, tmp_path):
 
 def test_two_writers_never_meet(tmp_path, monkeypatch):
     """A second waits for a dying owner, and is refused where the owner stays."""
-    program = "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import common.files as f;"
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import common.run.files as f;"
+    )
     program += "held = f.locked(Path(sys.argv[2])); print('held', flush=True); time.sleep(1000)"
     command = [sys.executable, "-c", program, str(ROOT), str(tmp_path / "run")]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout.readline() == "held\n"
-        monkeypatch.setattr(common.files, "PATIENCE", 0.3)
+        monkeypatch.setattr(common.run.files, "PATIENCE", 0.3)
         with pytest.raises(BadInput, match="^--run-dir .*run: another process is writing there"):
             continued(ppo_ddp, tmp_path / "run")
-        monkeypatch.setattr(common.files, "PATIENCE", 60.0)
+        monkeypatch.setattr(common.run.files, "PATIENCE", 60.0)
         threading.Timer(0.5, owner.kill).start()
         begun = time.monotonic()
         os.close(locked(tmp_path / "run"))
@@ -452,7 +457,7 @@ def test_two_writers_never_meet(tmp_path, monkeypatch):
 
 def test_a_lock_is_of_the_directory_that_is_there(tmp_path, monkeypatch):
     """The owner, a run that failed before its first row, removes the directory at its end."""
-    flock, calls = common.files.fcntl.flock, []
+    flock, calls = common.run.files.fcntl.flock, []
 
     def removed_meanwhile(*args):
         flock(*args)
@@ -460,7 +465,7 @@ def test_a_lock_is_of_the_directory_that_is_there(tmp_path, monkeypatch):
             (tmp_path / "run").rmdir()
         calls.append(args)
 
-    monkeypatch.setattr(common.files.fcntl, "flock", removed_meanwhile)
+    monkeypatch.setattr(common.run.files.fcntl, "flock", removed_meanwhile)
     mine = locked(tmp_path / "run")
     assert len(calls) == 2
     assert os.path.samestat(os.fstat(mine), os.stat(tmp_path / "run"))
@@ -590,10 +595,15 @@ def test_what_is_saved_is_on_the_cpu_however_deep_it_is():
     """An optimiser's options lie in a list, and on a GPU its learning rate is a tensor there."""
 
     class Far(torch.Tensor):
+        def detach(self):
+            return self
+
         def cpu(self):
             return "here"
 
-    far = torch.zeros(1).as_subclass(Far)
-    assert on_cpu({"groups": [{"lr": far, "betas": (far, 0.9)}]}) == {
-        "groups": [{"lr": "here", "betas": ("here", 0.9)}]
-    }
+    class Optimizer:
+        def state_dict(self):
+            far = torch.zeros(1).as_subclass(Far)
+            return {"groups": [{"lr": far, "betas": (far, 0.9)}]}
+
+    assert state_of(Optimizer()) == {"groups": [{"lr": "here", "betas": ("here", 0.9)}]}

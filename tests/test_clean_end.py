@@ -17,7 +17,7 @@ import ppo_ddp
 import sac_ddp
 from common.environments import EVALUATION, make_envs
 from common.episodes import evaluate
-from common.launch import Fault
+from common.errors import Fault
 from runs import Run, descendants, finish, run, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import dqn_ddp
 from common.acting import Acting
 from common.distributed import World
-from common.launch import BadInput
+from common.errors import BadInput
 from common.replay import Batch
 from runs import assert_close, fork, run
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.acting import Acting
-from common.launch import BadInput, Fault
+from common.errors import BadInput, Fault
 from runs import ROOT, edited
 
 ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}

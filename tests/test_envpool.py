@@ -15,7 +15,7 @@ import ppg_ddp
 import ppo_ddp
 from common.environments import EVALUATION, TRAINING, make_envs
 from common.episodes import EpisodeStatistics
-from common.launch import BadInput
+from common.errors import BadInput
 from common.pool import Pool
 from common.replay import ReplayBuffer
 from runs import assert_close, run

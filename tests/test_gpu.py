@@ -16,7 +16,7 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.logger import Logger
+from common.run.logger import Logger
 from runs import Run, assert_close, descendants, finish, flat, start, wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -17,8 +17,8 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
+from common.errors import BadInput
 from common.graphs import SEEN, WARMUP, Graphed, copies, tensors_of
-from common.launch import BadInput
 
 FORBIDDEN = {"aten::_local_scalar_dense", "aten::lift_fresh"}  # values that go to Python, and come from it
 

@@ -12,7 +12,7 @@ import ppg_ddp
 import ppo_ddp
 import sac_ddp
 from common.environments import EVALUATION, environment_seeds
-from common.launch import BadInput
+from common.errors import BadInput
 from runs import ROOT, edited, flat, run
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import common.onefile
-from common.launch import BadInput
+from common.errors import BadInput
 from common.onefile import one_file
 from runs import ROOT, edited, finish, flat, run, start
 
@@ -113,9 +113,9 @@ def test_a_module_beside_the_script_is_refused(place, tmp_path, monkeypatch):
     assert "\nimport wandb\n" in one_file(script, "mine.py")
     shutil.copytree(common.onefile.COMMON, tmp_path / "common")
     monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
-    with open(tmp_path / "common" / "periods.py", "a") as file:
+    with open(tmp_path / "common" / "run" / "loop.py", "a") as file:
         file.write(f"\n\ndef f():\n    import {module}\n")
-    with pytest.raises(BadInput, match=said.replace("edited", "periods")):
+    with pytest.raises(BadInput, match=said.replace("edited", "loop")):
         one_file(script, "mine.py")
 
 
@@ -125,7 +125,7 @@ def test_what_a_script_does_when_imported_stays(tmp_path, monkeypatch):
     And what a file of `common/` does, of which the script takes something else.
     """
     shutil.copytree(common.onefile.COMMON, tmp_path / "common")
-    with open(tmp_path / "common" / "periods.py", "a") as file:
+    with open(tmp_path / "common" / "run" / "loop.py", "a") as file:
         file.write("\n\nif crossed(2, 1, 2):\n    SETTING = 1\n")
     monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
     added = 'os.environ["A"] = "1"\ntry:\n    import numba\nexcept ImportError:\n    numba = None\n\n\n@dataclass'

@@ -20,8 +20,8 @@ import ppo_ddp
 import sac_ddp
 from common.distributed import World
 from common.environments import make_envs
-from common.launch import Fault
-from common.logger import Logger, write_whole
+from common.errors import Fault
+from common.run.logger import Logger, write_whole
 from runs import PATIENCE, ROOT, finish, run, start, wait_until
 
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py")
@@ -68,7 +68,7 @@ def test_wandb_holds_what_metrics_csv_holds(tmp_path):
     config = {item.key: json.loads(item.value_json) for item in about.config.update}
     assert config["num_envs"] == 4 and config["world_size"] == size and "args" not in config
     (source,) = (record.artifact for record in records if record.WhichOneof("record_type") == "artifact")
-    assert {script, "common/logger.py"} < {content.path for content in source.manifest.contents}
+    assert {script, "common/run/logger.py"} < {content.path for content in source.manifest.contents}
     assert about.run_group.endswith(f"__{script[:-3]}") and set(about.tags) == {script[:-3], f"processes-{size}"}
     with open(tmp_path / "run" / "metrics.csv", newline="") as csv_file:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(csv_file)]
@@ -195,7 +195,7 @@ def test_what_is_there_stays_until_the_new_is_whole(tmp_path, monkeypatch):
     def fail(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("common.logger.os.fsync", fail)
+    monkeypatch.setattr("common.run.logger.os.fsync", fail)
     with pytest.raises(Fault, match="model.pt: cannot be written .No space left"):
         write_whole(tmp_path / "model.pt", b"new")
     assert (tmp_path / "model.pt").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
@@ -234,7 +234,7 @@ def test_a_run_that_does_not_start_leaves_nothing(tmp_path, monkeypatch):
 
 def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("common.logger.time.strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr("common.run.logger.time.strftime", lambda _: "20260101-000000")
     for _ in range(3):
         ppo_ddp.main(ppo_ddp.Args(total_timesteps=512, eval_every=0))
     name = "CartPole-v1__ppo_ddp__1__20260101-000000"
@@ -313,7 +313,7 @@ def test_help_names_every_flag(capsys):
         with pytest.raises(SystemExit, match="^0$"):
             module.tyro.cli(module.Args, args=["--help"])
         said = capsys.readouterr().out
-        sources = ((ROOT / name).read_text() for name in (script, "common/arguments.py"))
+        sources = ((ROOT / name).read_text() for name in (script, "common/run/arguments.py"))
         source = "".join(text.split("def __post_init__")[0] for text in sources)
         for field in module.Args.__dataclass_fields__:
             assert "--" + field.replace("_", "-") in said

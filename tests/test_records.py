@@ -18,9 +18,9 @@ import torch
 import ppo_ddp
 from benchmark import compare, plot
 from benchmark import run as runner
-from common.launch import BadInput
-from common.machine import ARITHMETIC, processor
-from common.sources import source_record
+from common.errors import BadInput
+from common.run.record import ARITHMETIC, processor
+from common.run.sources import source_record
 from runs import PATIENCE, ROOT
 
 SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "eval_every": 160}
@@ -36,7 +36,7 @@ def test_the_difference_from_the_commit_is_kept(tmp_path):
     """Of a changed script, of one that the commit lacks, of none; and a digest where there is no commit."""
     script = tmp_path / "there" / "mine.py"
     script.parent.mkdir()
-    script.write_text("import common.periods\n\nx = 1\n")
+    script.write_text("import common.machine\n\nx = 1\n")
     none, difference = source_record(script)
     assert none["commit"] is None and none["changed"] is None and difference == ""
     git(script.parent, "init", "-q")
@@ -59,7 +59,7 @@ def test_a_run_keeps_what_ran(tmp_path, monkeypatch):
     for name in ARITHMETIC:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    monkeypatch.setattr("common.logger.source_record", lambda path: ({"commit": "c", "changed": True}, "-a\n+b\n"))
+    monkeypatch.setattr("common.run.logger.source_record", lambda path: ({"commit": "c", "changed": True}, "-a\n+b\n"))
     ppo_ddp.main(ppo_ddp.Args(**SMALL, run_dir=str(tmp_path / "run")))
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["commit"] == "c" and (tmp_path / "run" / "changes.diff").read_text() == "-a\n+b\n"

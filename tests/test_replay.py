@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import common.machine
 import common.replay
-from common.launch import BadInput, Fault
+from common.errors import BadInput, Fault
 from common.replay import ReplayBuffer
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)

@@ -15,7 +15,7 @@ import dqn_ddp
 import sac_ddp
 from common.acting import Acting
 from common.distributed import World
-from common.launch import BadInput
+from common.errors import BadInput
 from runs import assert_close, fork, run
 from test_dqn import batch_and_target
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ppo_ddp
 from common.distributed import World
-from common.launch import BadInput
+from common.errors import BadInput
 from common.normalization import RunningMoments, standardized
 from common.replay import BLOCK, ReplayBuffer
 from common.shards import average_over_shards, per_shard, to_tensor, tree_sum

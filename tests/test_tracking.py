@@ -11,8 +11,8 @@ import pytest
 from test_elastic import STUB
 
 import ppo_ddp
-from common.launch import BadInput
-from common.tracking import LOGIN_WAIT
+from common.errors import BadInput
+from common.run.tracking import LOGIN_WAIT
 from runs import ROOT, Run, edited, finish, run, start
 
 FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --eval-every 512 --eval-episodes 3"
@@ -28,7 +28,7 @@ def test_a_wandb_that_fails_or_hangs_holds_nothing_up(how, tmp_path):
     log = f"def log(self, row, step):\n        {SLOW[how]}\n        note([step, row])"
     edits = ("import json, os", "import json, os, time"), ("def log(self, row, step): note([step, row])", log)
     (tmp_path / "wandb.py").write_text(edited("STUB", STUB, *edits))
-    (tmp_path / "sitecustomize.py").write_text("import common.tracking\ncommon.tracking.LAST_WAIT = 1.0, 1.0\n")
+    (tmp_path / "sitecustomize.py").write_text("import common.run.tracking\ncommon.run.tracking.LAST_WAIT = 1.0, 1.0\n")
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}
     done = finish(start("ppo_ddp.py", 1, f"{FLAGS} --track --run-dir run", cwd=tmp_path, **env), tmp_path / "run")
     assert done.code == 0 and len(done.rows) == 16, done.err

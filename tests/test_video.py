@@ -12,8 +12,8 @@ import ppo_ddp
 from common.distributed import World
 from common.environments import EVALUATION, Episode, environment_seeds, is_native_atari, make_envs
 from common.episodes import evaluate
-from common.launch import BadInput
-from common.video import film
+from common.errors import BadInput
+from common.run.video import film
 from runs import run
 
 SPACES = gym.spaces.Discrete, gym.spaces.Box

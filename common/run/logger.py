@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from common.arguments import RunArgs, flag
-from common.checkpoint import require_same_run, state_of
 from common.distributed import World
 from common.environments import Environments
-from common.files import locked, write_whole
-from common.launch import BadInput, Fault
-from common.machine import environment_record
-from common.sources import source_record
-from common.tracking import TensorBoard, Wandb
-from common.video import film, require_encoder
+from common.errors import BadInput, Fault, flag
+from common.run.arguments import RunArgs
+from common.run.files import locked, write_whole
+from common.run.record import environment_record, require_same_run
+from common.run.sources import source_record
+from common.run.tracking import TensorBoard, Wandb
+from common.run.video import film, require_encoder
+from common.state import state_of
 
 
 class Logger:

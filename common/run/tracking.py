@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.arguments import RunArgs
-from common.launch import BadInput, end_now
-from common.sources import source_files
+from common.errors import BadInput
+from common.run.arguments import RunArgs
+from common.run.sources import source_files
+from common.watchdog import end_now
 
 LOGIN_WAIT = 15.0  # seconds that wandb takes to give up an unreachable server, before those of `init_timeout`
 LAST_WAIT = 60.0, 2.0  # seconds that wandb has at the end of a run, and of one that was stopped or failed
@@ -58,8 +59,8 @@ class Wandb:
             self.run.define_metric("*", step_metric="global_step")
             self.run.define_metric("eval/episodic_return", step_metric="global_step", summary="max,last")
             source = wandb.Artifact(f"source-{script}", type="source")
-            for path in source_files(Path(file)):
-                source.add_file(str(path), name=path.name if path.stem == script else f"common/{path.name}")
+            for name, path in source_files(Path(file)).items():
+                source.add_file(str(path), name=name)
             self.run.log_artifact(source)
         except Exception as error:  # wandb's own, and those of its settings
             reason = " ".join(str(error).split())[:200]

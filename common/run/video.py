@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.environments import Episode, is_native_atari, make_vec
-from common.launch import BadInput
+from common.errors import BadInput
 from common.pool import Pool
 
 FPS = 30  # at most: of more steps a second, each second, third, ... is drawn

@@ -1,15 +1,46 @@
-"""What a user sets: the flags that all scripts share, and checks whose one line names the flag and a valid value."""
+"""What a user sets: the flags that all scripts share, and types of flags with the range that a value must be in."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
-from common.launch import BadInput
-from common.ranges import Count, Period, Range, Return, Seconds, Seed, Threads
+from common.errors import BadInput, flag, require
+
+
+class Range(NamedTuple):
+    """`valid` tells whether a value may stand (False for NaN), `needed` says what may."""
+
+    valid: Callable[[Any], bool]
+    needed: str
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+Count = Annotated[int, Range(lambda x: x >= 1, "an integer of at least 1")]
+Whole = Annotated[int, Range(lambda x: x >= 0, "an integer of at least 0")]
+Period = Whole  # 0: never
+Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "a number above 0")]
+Weight = Annotated[float, Range(lambda x: 0 <= x < math.inf, "a number of at least 0")]
+Fraction = Annotated[float, Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")]
+Rate = Annotated[float, Range(lambda x: 0 < x <= 1, "a number above 0, at most 1")]
+Norm = Annotated[float, Range(lambda x: x > 0, "a number above 0 (inf: no clipping)")]
+Seed = Annotated[int, Range(lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
+Threads = Annotated[int, Range(lambda x: 0 <= x <= 1024, "an integer from 0 to 1024")]
+Seconds = Annotated[float, Range(lambda x: 0 < x <= 1e6, "a number above 0, at most 1e6")]
+Json = Annotated[str, Range(is_object, """a JSON object, such as '{"num_levels": 200}'""")]
+Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
 
 # flags that a run may change on its way: they change no number and no row (--cuda: roundings, of which it is told)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "cuda", "save_model", "timeout"}
@@ -111,31 +142,3 @@ def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:
         if switch in switches and (joined or not following.startswith("-")):
             raise BadInput(f"{name} {value or following}: takes no value; write {switch} or --no-{switch[2:]}.")
     return words
-
-
-def flag(name: str) -> str:
-    """The command line's spelling of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def require(valid: bool, flag: str, value: object, needed: str) -> None:
-    """Raise `BadInput` unless `valid`. Write conditions so that NaN fails them: `0 < x < inf`, not `not x <= 0`."""
-    if not valid:
-        raise BadInput(f"{flag} {value}: must be {needed}.")
-
-
-def require_divisible(flag: str, value: int, divisor: int, divisor_name: str) -> None:
-    """Raise `BadInput` with the nearest valid values unless `divisor` divides `value`. Nothing is rounded."""
-    if value % divisor:
-        below = value - value % divisor
-        nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
-        raise BadInput(f"{flag} {value}: must be a multiple of {divisor_name} ({divisor}), such as {nearest}.")
-
-
-def require_divisor(flag: str, value: int, size: int, size_name: str) -> None:
-    """Raise `BadInput` with the nearest valid values unless `value` divides `size`."""
-    if size % value:
-        small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
-        valid = [*small, *(size // d for d in reversed(small))]  # ascending
-        nearest = [d for d in valid if d < value][-1:] + [d for d in valid if d > value][:1]
-        raise BadInput(f"{flag} {value}: must divide {size_name} ({size}), such as {' or '.join(map(str, nearest))}.")

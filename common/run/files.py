@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.launch import BadInput, Fault
+from common.errors import BadInput, Fault
 
 PATIENCE = 15.0  # seconds to wait for the end of a process that holds the run directory
 CHUNK = 2**26  # bytes that are read at once, and after which a file that is written is flushed

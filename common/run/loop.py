@@ -12,19 +12,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.arguments import RunArgs
-from common.checkpoint import Checkpoints, load_model
 from common.distributed import World
 from common.environments import Environments
 from common.episodes import EpisodeStatistics, episode_row, evaluate
-from common.equality import check_equal
-from common.launch import BadInput
-from common.logger import Logger
-from common.periods import crossed
+from common.errors import BadInput
+from common.run.arguments import RunArgs
+from common.run.checkpoint import Checkpoints, load_model
+from common.run.logger import Logger
 from common.shards import average_over_shards
+from common.state import check_equal
 
 Act = Callable[[np.ndarray], np.ndarray]
 MEETING = 500  # transitions (all processes) after which a request to stop is heard, if rows are rarer
+
+
+def crossed(period: int, before: int, now: int) -> bool:
+    """True where the step counter reached or passed a multiple of `period` between `before` and `now`; 0 is never."""
+    return period > 0 and now // period > before // period
 
 
 class Run:

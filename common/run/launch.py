@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
-import torch
-
-
-class BadInput(ValueError):
-    """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
-
-
-class Fault(RuntimeError):
-    """What ends a run though its settings could work. `launch` prints its one line and exits with code 1."""
+from common.errors import BadInput, Fault, out_of_memory, peer_ended
+from common.watchdog import end_now
 
 
 def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
@@ -70,37 +61,3 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
         time.sleep(3)  # torchrun ends all ranks after the first to end: leave that to rank 0, which says why
         print(f"error: {agreed}", file=sys.stderr, flush=True)  # still here: this rank is alone with it
     end_now(code)
-
-
-def explained(error: BaseException) -> bool:
-    """True for what `launch` says in one line, so that no launcher need show its traceback."""
-    return isinstance(error, BadInput | Fault) or out_of_memory(error) or peer_ended(error)
-
-
-def peer_ended(error: BaseException) -> bool:
-    """True for the error of a collective whose other end is gone: the fault is another rank's."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-    signs += ("got 0 bytes",)  # the store's
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    return several and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """True for numpy's error, and torch's on a GPU and on the CPU."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def end_now(code: int) -> None:
-    """End this process and its children without unwinding. Rows already written are flushed, so nothing is lost."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it
-            stream.flush()
-    os._exit(code)
-
-
-def end_with_parent(signum: int) -> None:
-    """Let this process get `signum` once its parent is gone, however that ended (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG

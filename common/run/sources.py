@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import hashing
+from common.run.files import hashing
 
 
-def source_files(script: Path, folders: Sequence[str] = ()) -> list[Path]:
-    """A script and the files of `common/`, absolute; the script alone where it imports none (`common.onefile`).
+def source_files(script: Path, folders: Sequence[str] = ()) -> dict[str, Path]:
+    """A script and the files of `common/`, by name; the script alone where it imports none (`common.onefile`).
 
     `folders`: where the script's process looks for `common/`, in this order (default: this process's `sys.path`).
     """
     script, found = script.absolute(), {}
     if re.search(rb"^\s*(from|import) common[ .]", script.read_bytes(), re.MULTILINE):
         for folder in folders or sys.path:
-            for path in Path(folder).absolute().glob("common/*.py"):
-                found.setdefault(path.name, path)
-    return [script, *(found[name] for name in sorted(found))]
+            for path in Path(folder).absolute().glob("common/**/*.py"):
+                found.setdefault(str(path.relative_to(Path(folder).absolute())), path)
+    return {script.name: script} | dict(sorted(found.items()))
 
 
 def git(folder: Path, *words: str | Path) -> str | None:
@@ -40,15 +40,15 @@ def source_record(script: Path, folders: Sequence[str] = ()) -> tuple[dict[str, 
     `folders`: as of `source_files`. A file that the commit lacks, ignored ones too, differs from it in all its lines.
     """
     files, digest = source_files(script, folders), hashing()
-    for path in files:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for name, path in files.items():
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     record = {"commit": None, "changed": None, "sources": digest.hexdigest()}
     commit = git(script.absolute().parent, "rev-parse", "--verify", "--quiet", "HEAD")
     if not commit:
         return record, ""
     difference = ""
-    for folder in dict.fromkeys(path.parent for path in files):
-        here = [path for path in files if path.parent == folder]
+    for folder in dict.fromkeys(path.parent for path in files.values()):
+        here = [path for path in files.values() if path.parent == folder]
         difference += git(folder, "diff", "HEAD", "--", *here) or ""
         for name in (git(folder, "ls-files", "--others", "-z", "--", *here) or "").split("\0")[:-1]:
             difference += git(folder, "diff", "--no-index", "--", "/dev/null", name) or ""

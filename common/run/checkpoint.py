@@ -18,18 +18,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from common.arguments import FREE, RunArgs, flag, require
 from common.distributed import World
-from common.files import CHUNK, digest_of, flush_names, size_and_digest, write_flushed, write_whole
-from common.launch import BadInput, Fault
-
-if TYPE_CHECKING:
-    from common.logger import Logger
+from common.errors import BadInput, Fault, flag, require
+from common.run.arguments import RunArgs
+from common.run.files import CHUNK, digest_of, flush_names, size_and_digest, write_flushed, write_whole
+from common.run.logger import Logger
+from common.run.record import MACHINE, machine, require_same_run
+from common.state import leaves, restore, state_of
 
 VERSION = 1  # of these files
 
@@ -254,7 +254,8 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
         raise BadInput(f"--load-model {path}: cannot be read ({model if isinstance(model, str) else 'no model.pt'}).")
     kept = {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}
     kept = {name: x for name, x in kept.items() if not isinstance(x, torch.Tensor) or x.requires_grad}  # a flag's value
-    there, here = dict(tensors(model)), dict(tensors({name: state_of(x) for name, x in kept.items()}))
+    nests = model, {name: state_of(x) for name, x in kept.items()}
+    there, here = ({name: x for name, x in leaves(nest) if isinstance(x, torch.Tensor)} for nest in nests)
     of_kept = [name for name in there if name.split(".")[0] in kept]
     of_both = [(name, model["args"].get(name, "{}"), getattr(args, name)) for name in ("env_id", "env_kwargs")]
     changed = [f"{flag(name)} is {now}, and {before} there; " for name, before, now in of_both if now != before]
@@ -270,65 +271,6 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
         checkpoints.logger.note(f"{path}: {change}its networks fit")
     for name, value in kept.items():
         restore(value, model[name])
-
-
-def tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The (dotted name, tensor) pairs of a nest of dicts."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from tensors(value, f"{prefix}{name}.")
-        elif isinstance(value, torch.Tensor):
-            yield f"{prefix}{name}", value
-
-
-MACHINE = ("device", "instructions", "arithmetic", "threads", "blas", "sources", "versions")  # what numbers depend on
-
-
-def machine(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: record.get(name) for name in MACHINE[:-1]} | record["versions"]
-
-
-def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    """Raise `BadInput`, naming the flag, unless what `path` holds was recorded by the run that `record` describes."""
-    if recorded["script"] != record["script"]:
-        raise BadInput(f"--run-dir: {path} holds a run of {recorded['script']}.py; name another.")
-    if not recorded["args"].get("checkpoint_every"):
-        raise BadInput(f"--resume: {path} holds a run that was recorded without --checkpoint-every; name another.")
-    for name, value in record["args"].items():
-        before = recorded["args"].get(name)
-        if name not in FREE:
-            require(value == before, flag(name), value, f"{before} to go on with {path}")
-    processes = recorded["world_size"]
-    if record["args"]["shards"] is None and record["world_size"] != processes:
-        fault = f"{path} was recorded without, so it goes on on {processes} process(es) only"
-        raise BadInput(f"--shards: {fault}, not on {record['world_size']}.")
-
-
-def state_of(value: Any) -> Any:
-    """What `torch.save` is to write of a module, optimiser, generator, tensor or what has `state_dict`; on the CPU."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return on_cpu(value.state_dict() if hasattr(value, "state_dict") else value.detach())
-
-
-def on_cpu(tree: Any) -> Any:
-    """A nest of dicts, lists and tuples with its tensors on the CPU."""
-    if isinstance(tree, Mapping):
-        return {name: on_cpu(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(on_cpu, tree))
-    return tree.cpu() if isinstance(tree, torch.Tensor) else tree
-
-
-@torch.no_grad()
-def restore(value: Any, saved: Any) -> None:
-    """Give `value` the state that `state_of` took from it, in place."""
-    if isinstance(value, torch.Generator):
-        value.set_state(saved)
-    elif isinstance(value, torch.Tensor):
-        value.copy_(saved)
-    else:
-        value.load_state_dict(saved)
 
 
 def as_bytes(array: np.ndarray) -> memoryview:

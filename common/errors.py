@@ -1,0 +1,62 @@
+"""What ends a run: bad input, faults, the errors of other libraries that need no traceback; and checks of flags."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+
+class BadInput(ValueError):
+    """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
+
+
+class Fault(RuntimeError):
+    """What ends a run though its settings could work. `launch` prints its one line and exits with code 1."""
+
+
+def explained(error: BaseException) -> bool:
+    """True for what `launch` says in one line, so that no launcher need show its traceback."""
+    return isinstance(error, BadInput | Fault) or out_of_memory(error) or peer_ended(error)
+
+
+def peer_ended(error: BaseException) -> bool:
+    """True for the error of a collective whose other end is gone: the fault is another rank's."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    signs += ("got 0 bytes",)  # the store's
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return several and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True for numpy's error, and torch's on a GPU and on the CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def require(valid: bool, flag: str, value: object, needed: str) -> None:
+    """Raise `BadInput` unless `valid`. Write conditions so that NaN fails them: `0 < x < inf`, not `not x <= 0`."""
+    if not valid:
+        raise BadInput(f"{flag} {value}: must be {needed}.")
+
+
+def require_divisible(flag: str, value: int, divisor: int, divisor_name: str) -> None:
+    """Raise `BadInput` with the nearest valid values unless `divisor` divides `value`. Nothing is rounded."""
+    if value % divisor:
+        below = value - value % divisor
+        nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
+        raise BadInput(f"{flag} {value}: must be a multiple of {divisor_name} ({divisor}), such as {nearest}.")
+
+
+def require_divisor(flag: str, value: int, size: int, size_name: str) -> None:
+    """Raise `BadInput` with the nearest valid values unless `value` divides `size`."""
+    if size % value:
+        small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+        valid = [*small, *(size // d for d in reversed(small))]  # ascending
+        nearest = [d for d in valid if d < value][-1:] + [d for d in valid if d > value][:1]
+        raise BadInput(f"{flag} {value}: must divide {size_name} ({size}), such as {' or '.join(map(str, nearest))}.")

@@ -1,0 +1,60 @@
+"""The state that all ranks hold alike: taken for a file, given back, and compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from common.distributed import World
+from common.errors import Fault
+
+
+def state_of(value: Any) -> Any:
+    """The tensors and numbers of a module, optimiser, generator, tensor or what has `state_dict`; on the CPU."""
+    if hasattr(value, "state_dict"):
+        value = value.state_dict()
+    elif isinstance(value, torch.Generator):
+        value = value.get_state()
+    return tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x, value)
+
+
+@torch.no_grad()
+def restore(value: Any, saved: Any) -> None:
+    """Give `value` the state that `state_of` took from it, in place."""
+    if isinstance(value, torch.Generator):
+        value.set_state(saved)
+    elif isinstance(value, torch.Tensor):
+        value.copy_(saved)
+    else:
+        value.load_state_dict(saved)
+
+
+def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The (dotted name, value) pairs of a nest of dicts, lists and tuples."""
+    if isinstance(state, Mapping | list | tuple):
+        for key, item in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from leaves(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, state
+
+
+def check_equal(step: int, state: Mapping[str, Any], world: World) -> None:
+    """Raise `Fault` naming the first tensor, rank and step where `state` is not bit-identical to rank 0's.
+
+    `state`: by name, what `state_of` takes, and nests of tensors, arrays and numbers. Every rank must call.
+    """
+    digests = {}
+    for name, value in leaves({name: state_of(x) for name, x in state.items()}):
+        array = isinstance(value, torch.Tensor | np.ndarray)
+        content = np.ascontiguousarray(value).tobytes() if array else repr(value).encode()
+        digests[name] = hashlib.blake2b(content, digest_size=8).digest()
+    table = world.gather_objects(digests)  # collective
+    for rank, others in enumerate(table):
+        for name in table[0] | others:
+            if others.get(name) != table[0].get(name):
+                raise Fault(f"step {step}: {name} on rank {rank} differs from rank 0's.")
