@@ -38,7 +38,7 @@ from common.acting import Acting
 from common.distributed import World
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics
-from common.errors import BadInput, Fault, require, require_divisible
+from common.errors import BadInput, require, require_divisible
 from common.graphs import graphed
 from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
@@ -146,34 +146,16 @@ class Actor(nn.Module):
 
 
 class Critics(nn.Module):
-    """Observations (B, size) and actions (B, d) -> the values of both critics, (2, B).
-
-    The weights of both are stacked, (2, in, out): not for speed, but because the recorded curves are of these bits.
-    """
+    """Two networks, qf1 and qf2: observations (B, size) and actions (B, d) -> the values of both, (2, B)."""
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
         super().__init__()
-        twins = [mlp(obs_space.shape[0] + math.prod(action_space.shape), 1) for _ in range(2)]
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        self.activations = []  # what stands in each layer's place: None is the next of the stacked ones
-        for pair in zip(*twins, strict=True):
-            if isinstance(pair[0], nn.Linear):
-                self.weights.append(torch.stack([layer.weight.T for layer in pair]))
-                self.biases.append(torch.stack([layer.bias[None] for layer in pair]))
-            elif list(pair[0].parameters()):
-                raise Fault(f"Critics stacks Linear layers and takes others without parameters, not {pair[0]}.")
-            self.activations.append(None if isinstance(pair[0], nn.Linear) else pair[0])
+        size = obs_space.shape[0] + math.prod(action_space.shape)
+        self.qf1, self.qf2 = mlp(size, 1), mlp(size, 1)
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([obs.to(actions.dtype), actions], -1).expand(2, -1, -1)
-        stacked = zip(self.weights, self.biases, strict=True)
-        for activation in self.activations:
-            if activation is None:
-                weight, bias = next(stacked)
-                x = torch.baddbmm(bias, x, weight)
-            else:
-                x = activation(x)
-        return x.squeeze(-1)
+        x = torch.cat([obs.to(actions.dtype), actions], -1)
+        return torch.stack([self.qf1(x), self.qf2(x)]).squeeze(-1)
 
 
 # ALGO LOGIC: losses
@@ -362,9 +344,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
-        noise = np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype)
-        policy = acting.derived or acting.refresh(obs, noise)
-        return policy(obs, noise)
+        return acting.network(obs, np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype))
 
     means = Means(world)
     run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")

@@ -274,7 +274,8 @@ def break_masses() -> None:
     def broken(self) -> None:
         touched = bool(self.touched)
         sum_blocks(self)
-        self.block_sums[:1] *= tip() if touched else 1.0
+        # more than a rounding: a mass decides only on which side of a border between two places a point falls
+        self.block_sums[:1] *= 1 + 0.01 * int(os.environ.get("WORLD_SIZE", 1)) if touched else 1.0
 
     ReplayBuffer._sum_blocks = broken
 

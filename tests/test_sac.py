@@ -83,17 +83,6 @@ def test_log_probability_is_finite_where_tanh_is_one():
     assert actions.tolist() == [[2.0, 5.0]]
 
 
-def test_stacked_critics_are_two_networks(float64):
-    """With the weights of two separate networks, drawn the same way, they give these two's values."""
-    torch.manual_seed(3)
-    critics = sac_ddp.Critics(*SPACES)
-    torch.manual_seed(3)
-    twins = [sac_ddp.mlp(3 + 2, 1) for _ in range(2)]
-    obs, actions = torch.randn(7, 3), torch.randn(7, 2)
-    expected = torch.stack([twin(torch.cat([obs, actions], 1)).squeeze(1) for twin in twins])
-    torch.testing.assert_close(critics(obs, actions), expected)
-
-
 @pytest.mark.parametrize("script", ["sac_ddp.py", "dqn_ddp.py"])
 def test_targets_stay_out_of_autograd(script, tmp_path, monkeypatch):
     """Target networks follow by tau and never carry a graph, which would grow with each update."""
