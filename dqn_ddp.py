@@ -29,7 +29,6 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -43,7 +42,7 @@ from common.errors import BadInput, require, require_divisible
 from common.graphs import graphed
 from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
-from common.run.arguments import Count, Fraction, Json, Norm, Positive, Rate, RunArgs, Whole, command_line
+from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
 from common.run.loop import Means, Run, crossed, open_run
 from common.shards import per_shard
@@ -51,11 +50,9 @@ from common.shards import per_shard
 
 @dataclass
 class Args(RunArgs):
-    # flags of where and how it runs are RunArgs' (common/arguments.py); environment
+    # environment; the flags that all scripts share are in common/run/arguments.py
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
-    env_kwargs: Json = "{}"
-    """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     num_envs: Count = 4
@@ -342,4 +339,4 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, lambda: tyro.cli(Args, args=command_line(Args)))
+    launch(main, Args)

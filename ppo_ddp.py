@@ -28,7 +28,6 @@ from typing import Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -41,7 +40,7 @@ from common.errors import BadInput, require, require_divisible
 from common.graphs import given, graphed
 from common.machine import require_compiler, require_memory, set_threads
 from common.normalization import RunningMoments, discounted_returns, standardized
-from common.run.arguments import Count, Fraction, Json, Norm, Positive, RunArgs, Weight, Whole, command_line
+from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
 from common.run.loop import Run, open_run
 from common.shards import per_shard, to_tensor
@@ -52,11 +51,9 @@ Input = Callable[[np.ndarray], torch.Tensor]
 
 @dataclass
 class Args(RunArgs):
-    # flags of where and how it runs are RunArgs' (common/arguments.py); environment
+    # environment; the flags that all scripts share are in common/run/arguments.py
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
-    env_kwargs: Json = "{}"
-    """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; the whole iterations that fit are run"""
     num_envs: Count = 4
@@ -537,4 +534,4 @@ def train(args: Args, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, lambda: tyro.cli(Args, args=command_line(Args)))
+    launch(main, Args)

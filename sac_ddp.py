@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -42,7 +41,7 @@ from common.errors import BadInput, require, require_divisible
 from common.graphs import graphed
 from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
-from common.run.arguments import Count, Fraction, Json, Period, Positive, Rate, RunArgs, Threads, Whole, command_line
+from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
 from common.run.loop import Means, Run, crossed, open_run
 from common.shards import per_shard
@@ -51,14 +50,10 @@ from common.shards import per_shard
 @dataclass
 class Args(RunArgs):
     eval_every: Period = 10_000
-    num_threads: Threads = 0
-    """threads per rank, of torch and of EnvPool; 0: one, EnvPool's the cores divided by the local ranks"""
 
-    # flags of where and how it runs are RunArgs' (common/arguments.py); environment
+    # environment; the flags that all scripts share are in common/run/arguments.py
     env_id: str = "Pendulum-v1"
     """gymnasium id, envpool/..., or module:id of your own"""
-    env_kwargs: Json = "{}"
-    """JSON of options for the simulator, such as '{"forward_reward_weight": 2.0}'"""
     total_timesteps: Whole = 1_000_000
     """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
     num_envs: Count = 4
@@ -387,4 +382,4 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, lambda: tyro.cli(Args, args=command_line(Args)))
+    launch(main, Args)

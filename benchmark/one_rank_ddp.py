@@ -1,6 +1,5 @@
 """`ppo_ddp.py` at world size 1 with its loss wrapped in DDP, as it is at any other: the base of speed row 2."""
 
-import tyro
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ppo_ddp
@@ -8,4 +7,4 @@ from common.run.launch import launch
 
 Loss = ppo_ddp.PPOLoss
 ppo_ddp.PPOLoss = lambda *args: DDP(Loss(*args), gradient_as_bucket_view=True, static_graph=True)
-launch(ppo_ddp.main, lambda: tyro.cli(ppo_ddp.Args))
+launch(ppo_ddp.main, ppo_ddp.Args)

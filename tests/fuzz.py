@@ -281,10 +281,10 @@ def break_masses() -> None:
 
 
 def break_evaluation() -> None:
-    from common import episodes
+    from common.run import loop
 
-    evaluate = episodes.evaluate
-    episodes.evaluate = lambda act, *rest: evaluate(lambda obs: act(obs) * type(obs[0].flat[0])(tip()), *rest)
+    evaluate = loop.evaluate
+    loop.evaluate = lambda act, *rest: evaluate(lambda obs: act(obs) * type(obs[0].flat[0])(tip()), *rest)
 
 
 def break_generator() -> None:

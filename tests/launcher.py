@@ -121,7 +121,7 @@ def main(words: list[str]) -> None:
     if "LOCKSTEP_PAUSE" in os.environ:  # seconds at each row, in which others can be killed
         log, seconds = logger.Logger.log, float(os.environ["LOCKSTEP_PAUSE"])
         logger.Logger.log = lambda *args: (log(*args), time.sleep(seconds))
-    launch(script.main, lambda: script.tyro.cli(script.Args, args=script.command_line(script.Args)))
+    launch(script.main, script.Args)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import ppg_ddp
 import ppo_ddp
 import sac_ddp
 from common.errors import BadInput, require_divisible
-from common.run.arguments import command_line
+from common.run.arguments import parse
 from common.run.loop import crossed
 from runs import ROOT, finish, run, start
 
@@ -110,9 +110,10 @@ def test_what_main_refuses(flags, needed, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", ["--norm-obs True", "--norm_obs on", "--norm-obs=1", "--no-cuda 1"])
 def test_a_switch_takes_no_value(words):
     with pytest.raises(BadInput, match=r"--\S+ \w+: takes no value; write --(\S+) or --no-\1\."):
-        command_line(ppo_ddp.Args, words.split())
-    right = ["--norm-obs", "--seed", "1", "--no-track"]
-    assert command_line(ppo_ddp.Args, right) == right
+        parse(ppo_ddp.Args, words.split())
+    assert parse(ppo_ddp.Args, ["--norm-obs", "--seed", "3", "--no-cuda"]) == ppo_ddp.Args(
+        norm_obs=True, seed=3, cuda=False
+    )
 
 
 def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):

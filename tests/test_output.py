@@ -21,6 +21,7 @@ import sac_ddp
 from common.distributed import World
 from common.environments import make_envs
 from common.errors import Fault
+from common.run.arguments import parse
 from common.run.logger import Logger, write_whole
 from runs import PATIENCE, ROOT, finish, run, start, wait_until
 
@@ -311,7 +312,7 @@ def test_help_names_every_flag(capsys):
     assert done.returncode == 0 and not done.stderr
     for script, module in ALL.items():
         with pytest.raises(SystemExit, match="^0$"):
-            module.tyro.cli(module.Args, args=["--help"])
+            parse(module.Args, ["--help"])
         said = capsys.readouterr().out
         sources = ((ROOT / name).read_text() for name in (script, "common/run/arguments.py"))
         source = "".join(text.split("def __post_init__")[0] for text in sources)

@@ -19,6 +19,7 @@ import ppo_ddp
 from benchmark import compare, plot
 from benchmark import run as runner
 from common.errors import BadInput
+from common.run.arguments import parse
 from common.run.record import ARITHMETIC, processor
 from common.run.sources import source_record
 from runs import PATIENCE, ROOT
@@ -188,7 +189,7 @@ def test_the_readmes_sweep_is_a_suite(tmp_path, capsys):
     assert len(set(lines)) == 15 and all(" --resume " in line for line in lines)
     for line in lines:
         words = shlex.split(line)
-        ppo_ddp.tyro.cli(ppo_ddp.Args, args=words[words.index("ppo_ddp.py") + 1 :])
+        parse(ppo_ddp.Args, words[words.index("ppo_ddp.py") + 1 :])
 
 
 def test_a_suite_of_ones_own(tmp_path):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+
+import tyro
 
 from common.errors import BadInput, flag, require
 
@@ -42,67 +47,79 @@ Seconds = Annotated[float, Range(lambda x: 0 < x <= 1e6, "a number above 0, at m
 Json = Annotated[str, Range(is_object, """a JSON object, such as '{"num_levels": 200}'""")]
 Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
 
-# flags that a run may change on its way: they change no number and no row (--cuda: roundings, of which it is told)
-FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "cuda", "save_model", "timeout"}
-FREE |= {"capture_video", "tensorboard"}
-FREE |= {"check_sync_every", "cuda_graphs"}
-EXPERIMENT = {"seed", "shards", "checkpoint_every", "load_model"}  # of those in RunArgs, what numbers depend on
+# --help shows the flags under these titles, and all others under "algorithm"
+GROUPS = {
+    "experiment": "env_id env_kwargs total_timesteps num_envs seed shards checkpoint_every load_model",
+    "algorithm": "",
+    "evaluation": "eval_every eval_episodes stop_at_return capture_video",
+    "run": "resume cuda cuda_graphs compile num_threads vectorization check_sync_every timeout",
+    "output": "run_dir save_model log_every track wandb_project_name wandb_entity tensorboard",
+}
+# a run that goes on may change these: they change no number and no row (--cuda changes roundings, and that is printed)
+FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard", "capture_video"}
+FREE |= {"save_model", "check_sync_every", "timeout", "cuda", "cuda_graphs"}
 
 
 @dataclass
 class RunArgs:
-    """Flags of every script: where and how it runs and is watched. Of these, `seed` alone is to change what is learned.
+    """Flags of every script."""
 
-    (Roundings aside, which `shards` orders, and environments that draw from `random`; `stop_at_return` ends it.)
-    """
-
+    # experiment
+    env_kwargs: Json = "{}"
+    """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     seed: Seed = 1
     """seed of everything random, from 0 to 2**32 - 1"""
     shards: Count | None = None
-    """a power of two, 8 say: the same bytes on 1, 2, 4 and 8 processes; part of the experiment, as the seed is"""
+    """power of two, such as 8: the bytes are then the same on 1, 2, 4 and 8 processes, and depend on this number"""
     checkpoint_every: Period = 0
-    """at multiples of so many transitions (all ranks), write a checkpoint and end all episodes: take many; 0: never"""
+    """write a checkpoint, and end all episodes, at each multiple of this many transitions (all ranks); 0: never"""
+    load_model: str | None = None
+    """start from the networks and normalisers of a model.pt; with --total-timesteps 0, evaluate it and end"""
+
+    # evaluation
+    eval_every: Period = 50_000
+    """evaluate at each multiple of this many transitions (all ranks), before learning, and at the end; 0: never"""
+    eval_episodes: Count = 20
+    """episodes per evaluation, all ranks; an episode is cut at 27,000 steps"""
+    stop_at_return: Return | None = None
+    """end the run once an evaluation's mean return reaches this"""
+    capture_video: bool = False
+    """film the first episode of each evaluation: videos/{global_step}.mp4 in the run directory (needs av)"""
+
+    # run
     resume: bool = False
-    """go on with the run in --run-dir from its newest checkpoint; start it if it is not there"""
+    """continue the run in --run-dir from its newest checkpoint, or start it if there is none"""
+    cuda: bool = True
+    """use GPUs if there are any"""
+    cuda_graphs: bool = False
+    """GPU: launch all kernels of an update together, from its 12th on (not yet tried on a GPU)"""
+    num_threads: Threads = 0
+    """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank (torch on vectors: one)"""
+    vectorization: Literal["sync", "async"] = "sync"
+    """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
+    check_sync_every: Period = 100_000
+    """check that all ranks hold equal bits at each multiple of this many transitions (all ranks); 0: never"""
+    timeout: Seconds = 600.0
+    """end the run if a rank makes no progress for this many seconds"""
+
+    # output
     run_dir: str | None = None
-    """where config.json and metrics.csv go (default: runs/{env_id}__{script}__{seed}__{time})"""
+    """directory of config.json and metrics.csv; if unset, runs/{env_id}__{script}__{seed}__{time}"""
+    save_model: bool = False
+    """write model.pt at the end"""
     track: bool = False
     """log to Weights & Biases too (offline with WANDB_MODE=offline)"""
     wandb_project_name: str = "lockstep"
-    """wandb's project"""
+    """wandb project"""
     wandb_entity: str | None = None
-    """wandb's user or team"""
+    """wandb user or team"""
     tensorboard: bool = False
-    """write the same rows for `tensorboard --logdir runs` (needs tensorboard)"""
-    cuda: bool = True
-    """use GPUs where there are any"""
-    cuda_graphs: bool = False
-    """GPU: launch the kernels of an update together, from its 12th on (not tried on a GPU so far)"""
-    num_threads: Threads = 0
-    """threads per rank, of Atari, EnvPool and torch; 0: the cores divided by the local ranks (torch on vectors: one)"""
-    vectorization: Literal["sync", "async"] = "sync"
-    """async: a process for each environment, those of evaluation too, if slow; Atari and EnvPool have threads"""
-    eval_every: Period = 50_000
-    """evaluate before learning, at each multiple of so many transitions (all ranks), and at the end; 0: never"""
-    eval_episodes: Count = 20
-    """episodes per evaluation, shared among the ranks; one of 27,000 steps counts as it stands"""
-    stop_at_return: Return | None = None
-    """end the run once an evaluation reaches this mean return"""
-    capture_video: bool = False
-    """film the first episode of each evaluation: videos/{global_step}.mp4 in the run directory (needs av)"""
-    load_model: str | None = None
-    """start from the networks and normalisers of a model.pt; with --total-timesteps 0, evaluate it and end"""
-    save_model: bool = False
-    """write model.pt at the end"""
-    check_sync_every: Period = 100_000
-    """check at each multiple of so many transitions (all ranks) that the ranks hold equal bits; 0: never"""
-    timeout: Seconds = 600.0
-    """seconds between boundaries (iteration or auxiliary epoch; DQN, SAC: 500 transitions; 100 steps of evaluation)"""
+    """log to TensorBoard too: `tensorboard --logdir runs` (needs tensorboard)"""
 
     def experiment(self) -> dict[str, Any]:
-        """The flags on which numbers depend: neither where it runs nor how it is watched."""
-        elsewhere = {field.name for field in dataclasses.fields(RunArgs)} - EXPERIMENT
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in elsewhere}
+        """The flags on which the numbers depend: all of the script's own, and of these those of the first group."""
+        shared = {field.name for field in dataclasses.fields(RunArgs)} - set(GROUPS["experiment"].split())
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in shared}
 
     def __post_init__(self) -> None:
         """Check every field, a script's own too, against the range in its annotation."""
@@ -132,8 +149,8 @@ class RunArgs:
             require(not self.checkpoint_every, "--checkpoint-every", self.checkpoint_every, f"0 {alone}")
 
 
-def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:
-    """The command line's words, for tyro. Raises `BadInput` where a switch of the dataclass `args` has a value."""
+def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
+    """The command line, or `words`, as an instance of `args`. Raises `BadInput` where a switch is given a value."""
     words = sys.argv[1:] if words is None else words
     switches = {flag(field.name) for field in dataclasses.fields(args) if field.type in (bool, "bool")}
     for word, following in zip(words, [*words[1:], "-"], strict=True):
@@ -141,4 +158,25 @@ def command_line(args: type[Any], words: list[str] | None = None) -> list[str]:
         switch = name.replace("_", "-").replace("--no-", "--")
         if switch in switches and (joined or not following.startswith("-")):
             raise BadInput(f"{name} {value or following}: takes no value; write {switch} or --no-{switch[2:]}.")
-    return words
+    types, texts = get_type_hints(args, include_extras=True), help_texts(args)
+    fields = {field.name: field.default for field in dataclasses.fields(args)}
+    groups = {title: [name for name in names.split() if name in fields] for title, names in GROUPS.items()}
+    groups["algorithm"] = [name for name in fields if name not in sum(groups.values(), [])]
+    nested = []  # tyro shows a nested dataclass as a group of its own
+    for title, names in groups.items():
+        typed = {name: Annotated[types[name], tyro.conf.arg(help=texts[name])] for name in names}
+        members = [(name, hint, dataclasses.field(default=fields[name])) for name, hint in typed.items()]
+        nested.append((title, dataclasses.make_dataclass(title, members)))
+    parsed = tyro.cli(dataclasses.make_dataclass("Flags", nested), args=words, config=(tyro.conf.OmitArgPrefixes,))
+    return args(**{name: value for title in GROUPS for name, value in vars(getattr(parsed, title)).items()})
+
+
+def help_texts(args: type[RunArgs]) -> dict[str, str]:
+    """The string below each field in the source of a dataclass, by the field's name."""
+    texts = {}
+    for part in (RunArgs, args):
+        body = ast.parse(inspect.getsource(part)).body[0].body
+        for statement, following in pairwise(body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                texts[statement.target.id] = following.value.value
+    return texts

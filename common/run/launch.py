@@ -12,13 +12,14 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
 from common.errors import BadInput, Fault, out_of_memory, peer_ended
+from common.run.arguments import RunArgs, parse
 from common.watchdog import end_now
 
 
-def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
-    """Run `main(parse())` and end with its exit code: 0 done, 2 bad input, 1 a fault, 128 + signal.
+def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
+    """Run `main` with the arguments of the command line, then exit: 0 done, 2 bad input, 1 a fault, 128 + signal.
 
-    Parsing speaks on rank 0 alone; a traceback comes from the rank that failed.
+    Only rank 0 prints what is wrong with the arguments; a traceback comes from the rank that failed.
     """
     rank = int(os.environ.get("RANK", 0))
     for name in ("stdout", "stderr"):
@@ -31,7 +32,7 @@ def launch(main: Callable[[Any], None], parse: Callable[[], Any]) -> None:
                 stack.enter_context(redirect_stdout(nowhere))
                 stack.enter_context(redirect_stderr(nowhere))
             try:
-                args = parse()
+                args = parse(args_type)
             except BrokenPipeError:  # of `--help | head`
                 sys.stdout = open(os.devnull, "w")  # what the old one still holds is for nobody
                 raise SystemExit(0) from None
