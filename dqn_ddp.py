@@ -14,6 +14,8 @@ arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
 3. Truncation bootstraps from the value of the last observation, termination does not.
 4. Logged losses are means over all gradient steps since the last row.
 5. By default 4 environments and a gradient step per 8 transitions, where CleanRL takes 1 and one per 10.
+6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends, and importance weights
+   are divided by the largest in the whole buffer (replay.py).
 """
 
 from __future__ import annotations

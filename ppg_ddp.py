@@ -12,7 +12,7 @@ policy network learns the value function without changing its policy. With `--au
 Each phase has an Adam of its own, whose state persists; the auxiliary one moves all networks, as in the reference.
 Keep rewards normalised: where returns are large, the value losses drown the KL term, and the policy is lost.
 
-Differences from the references (1 to 7: OpenAI Baselines' ppo2; then OpenAI's phasic-policy-gradient):
+Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's phasic-policy-gradient):
 1. All sizes are global; environment i draws the same noise and fills the same minibatch places whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
@@ -21,13 +21,15 @@ Differences from the references (1 to 7: OpenAI Baselines' ppo2; then OpenAI's p
 6. Rewards are normalised by default (`--no-norm-reward`: not): without, one CartPole seed in five was lost again at
    200 k steps; with, none.
 7. Logged losses are means over all minibatches of an iteration, not the last minibatch's.
-8. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam, which is no difference at
+8. In `common/`: Atari games have no sticky actions, advantages are normalised with N - 1, and normalised observations
+   are clipped at +-10.
+9. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam, which is no difference at
    the paper's E_pi = E_V = 1. The value loss weighs half of the reference's (`--vf-coef 1` is the reference's).
-9. Gradient norms are clipped in both phases, and learning rates are annealed.
-10. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
-11. Layers start orthogonal, as PPO's; the reference's start as normal draws, normed by output.
-12. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
-13. Phases and batches are small by default, for small problems; the paper's, for Procgen, are the suite `procgen`'s
+10. Gradient norms are clipped in both phases, and learning rates are annealed.
+11. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
+12. Layers start orthogonal, as PPO's; the reference's start as normal draws, normed by output.
+13. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
+14. Phases and batches are small by default, for small problems; the paper's, for Procgen, are the suite `procgen`'s
     (benchmark/suites.py): on each of four processes 64 environments, and 3,072 auxiliary updates a phase, of 1,024
     transitions each. There, a time limit is a truncation; the reference takes it for a termination.
 """

@@ -15,6 +15,8 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
 6. Rewards are normalised by default (`--no-norm-reward`: not): without, one CartPole seed in five was lost again at
    200 k steps; with, none.
 7. Logged losses are means over all minibatches of an iteration, not the last minibatch's.
+8. In `common/`: Atari games have no sticky actions, advantages are normalised with N - 1, and normalised observations
+   are clipped at +-10.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ Differences from the reference (CleanRL's sac_continuous_action.py; by flag prio
 5. The log-determinant of tanh is computed in its stable form, without an epsilon.
 6. Logged losses are means over all gradient steps since the last row.
 7. `--alpha` is 1.0 by default with `--no-autotune` too, where CleanRL takes 0.2.
+8. In `common/replay.py`: importance weights are divided by the largest in the whole buffer.
 """
 
 from __future__ import annotations
