@@ -40,7 +40,7 @@ from common.distributed import World
 from common.encoders import Pixels, image_encoder, is_large
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics
-from common.errors import BadInput, require, require_divisible
+from common.errors import BadInput
 from common.graphs import graphed
 from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
@@ -108,11 +108,11 @@ class Args(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_divisible("--buffer-size", self.buffer_size, self.num_envs, "--num-envs")
+        self.require_divisible("buffer_size", "num_envs")
         fits = self.batch_size <= self.buffer_size
-        require(fits, "--batch-size", self.batch_size, f"at most --buffer-size ({self.buffer_size})")
+        self.require(fits, "batch_size", f"at most --buffer-size ({self.buffer_size})")
         smallest = self.num_envs * self.n_step
-        require(self.buffer_size >= smallest, "--buffer-size", self.buffer_size, f"at least {smallest} with --n-step")
+        self.require(self.buffer_size >= smallest, "buffer_size", f"at least {smallest} with --n-step")
         start = max(self.learning_starts, self.num_envs * self.n_step) // self.num_envs * self.num_envs
         first = -(-(start // self.train_frequency + 1) * self.train_frequency // self.num_envs) * self.num_envs
         needed = f"at least {first}, which has a gradient step (--learning-starts {self.learning_starts})"

@@ -38,7 +38,7 @@ from common.distributed import World
 from common.encoders import Pixels, image_encoder, is_large
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics, episode_row
-from common.errors import BadInput, require, require_divisible
+from common.errors import BadInput
 from common.graphs import given, graphed
 from common.machine import require_compiler, require_memory, set_threads
 from common.normalization import RunningMoments, discounted_returns, standardized
@@ -105,10 +105,10 @@ class Args(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_divisible("--num-steps", self.num_steps, self.num_minibatches, "--num-minibatches")
+        self.require_divisible("num_steps", "num_minibatches")
         size = self.num_envs * self.num_steps
         normalized = {"minibatch": size // self.num_minibatches, "batch": size, "none": 2}[self.norm_adv]
-        require(normalized > 1, "--norm-adv", self.norm_adv, "none, or over at least 2 samples")
+        self.require(normalized > 1, "norm_adv", "none, or over at least 2 samples")
         needed = f"at least one iteration: --num-envs {self.num_envs} x --num-steps {self.num_steps} = {size}"
         self.require_budget(size, needed)
 

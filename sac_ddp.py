@@ -38,7 +38,7 @@ from common.acting import Acting
 from common.distributed import World
 from common.environments import open_environments
 from common.episodes import EpisodeStatistics
-from common.errors import BadInput, require, require_divisible
+from common.errors import BadInput
 from common.graphs import graphed
 from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
@@ -96,9 +96,9 @@ class Args(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_divisible("--buffer-size", self.buffer_size, self.num_envs, "--num-envs")
+        self.require_divisible("buffer_size", "num_envs")
         fits = self.batch_size <= self.buffer_size
-        require(fits, "--batch-size", self.batch_size, f"at most --buffer-size ({self.buffer_size})")
+        self.require(fits, "batch_size", f"at most --buffer-size ({self.buffer_size})")
         start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
         first = -(-(start // period + 1) * period // self.num_envs) * self.num_envs

@@ -35,7 +35,7 @@ from threading import Lock
 
 import tyro
 
-from runs import PATIENCE, ROOT, Run, finish, free_port, same_run
+from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run
 
 LEAST = 20  # gradient steps of a draw that counts
 VARIABLES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")  # imitate a processor
@@ -110,6 +110,7 @@ class Draw:
     launches: list[Launch]
     processor: str  # that is imitated
     real: bool  # launched as a user does
+    changes: tuple[tuple[str, str], ...] = ()  # of the script: what stands there, and what stands there instead
 
 
 def drawn(seed: int, number: int) -> Draw:
@@ -424,7 +425,7 @@ def command(draw: Draw, launch: Launch, processes: int, script: Path, run_dir: P
 def run_of(draw: Draw, launch: Launch, folder: Path, servers: Servers, broken: str) -> Run:
     """One launch of a draw to its end, where `killed` in two parts."""
     script, run_dir, output = folder / f"{draw.script}_ddp.py", folder / f"{launch.processes}", folder / "output"
-    source = (ROOT / script.name).read_text()
+    source = edited(script.name, (ROOT / script.name).read_text(), *draw.changes)
     added = EDITS[draw.edit][draw.script] if draw.edit else ""
     added += VALUES if broken == "values" and draw.script in ("ppo", "ppg") else ""
     end = '\n\nif __name__ == "__main__":'

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import tyro
 
-from common.errors import BadInput, flag, require
+from common.errors import BadInput, flag, require, require_divisible
 
 
 class Range(NamedTuple):
@@ -129,24 +129,31 @@ class RunArgs:
                 for valid, needed in (x for x in getattr(annotated, "__metadata__", ()) if isinstance(x, Range)):
                     require(value is None or valid(value), flag(name), value, needed)
         if self.stop_at_return is not None:
-            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --stop-at-return")
+            self.require(self.eval_every > 0, "eval_every", "at least 1 with --stop-at-return")
         if self.capture_video:
-            require(self.eval_every > 0, "--eval-every", self.eval_every, "at least 1 with --capture-video")
+            self.require(self.eval_every > 0, "eval_every", "at least 1 with --capture-video")
         if self.track:  # an unreachable wandb is given up before the ranks have waited for each other
-            require(self.timeout >= 30, "--timeout", self.timeout, "at least 30 with --track")
+            self.require(self.timeout >= 30, "timeout", "at least 30 with --track")
         if self.resume:
-            require(self.run_dir is not None, "--run-dir", self.run_dir, "a directory with --resume")
-            require(self.checkpoint_every > 0, "--checkpoint-every", 0, "at least 1 with --resume")
+            self.require(self.run_dir is not None, "run_dir", "a directory with --resume")
+            self.require(self.checkpoint_every > 0, "checkpoint_every", "at least 1 with --resume")
+
+    def require(self, valid: bool, name: str, needed: str) -> None:
+        """Raise `BadInput`, naming the flag of the field `name`, unless `valid`."""
+        require(valid, flag(name), getattr(self, name), needed)
+
+    def require_divisible(self, name: str, divisor: str) -> None:
+        """Raise `BadInput`, with the nearest valid values, unless the field `divisor` divides the field `name`."""
+        require_divisible(flag(name), getattr(self, name), getattr(self, divisor), flag(divisor))
 
     def require_budget(self, least: int, needed: str) -> None:
         """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""
         if self.load_model is None or self.total_timesteps:
-            require(self.total_timesteps >= least, "--total-timesteps", self.total_timesteps, needed)
+            self.require(self.total_timesteps >= least, "total_timesteps", needed)
         else:
-            alone = "with --total-timesteps 0"
-            require(self.eval_every > 0, "--eval-every", self.eval_every, f"at least 1 {alone}")
-            require(not self.save_model, "--save-model", True, f"left off {alone}")
-            require(not self.checkpoint_every, "--checkpoint-every", self.checkpoint_every, f"0 {alone}")
+            self.require(self.eval_every > 0, "eval_every", "at least 1 with --total-timesteps 0")
+            self.require(not self.save_model, "save_model", "left off with --total-timesteps 0")
+            self.require(not self.checkpoint_every, "checkpoint_every", "0 with --total-timesteps 0")
 
 
 def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
