@@ -196,7 +196,7 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(layout, tmp_
     elif layout == "its own common":
         shutil.copy(ROOT / "ppo_ddp.py", tmp_path)
         (tmp_path / "common").mkdir()
-        (tmp_path / "common" / "periods.py").write_text((ROOT / "common" / "periods.py").read_text() + "# changed\n")
+        (tmp_path / "common" / "episodes.py").write_text((ROOT / "common" / "episodes.py").read_text() + "# changed\n")
     flags, name = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 512", "CartPole-v1__ppo_ddp__w1__s1"
     suite = 'from benchmark.suites import work\nSUITE = [work("ppo_ddp.py", "CartPole-v1", "FLAGS", {1: (1,)})]'
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -217,9 +217,9 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(layout, tmp_
     assert runner.started_by(words, run_dir, *sources)
     assert not runner.started_by([*words[:-2], "--gamma", "0.9", *words[-2:]], run_dir, *sources)
     if layout == "its own common":
-        (tmp_path / "common" / "periods.py").rename(tmp_path / "periods.py")
+        (tmp_path / "common" / "episodes.py").rename(tmp_path / "episodes.py")
         assert not runner.started_by(words, run_dir, *sources)
-        (tmp_path / "periods.py").rename(tmp_path / "common" / "periods.py")
+        (tmp_path / "episodes.py").rename(tmp_path / "common" / "episodes.py")
     process = start(12800)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and f"{name} done in" in output, output
