@@ -120,7 +120,7 @@ def other_imports(sources: list[Source]) -> set[tuple[str, str]]:
 
 
 def import_lines(imports: set[tuple[str, str]]) -> list[str]:
-    """Imports as linters want them: Python's own first, plain ones first, all names of a module in one statement."""
+    """Imports as linters want them: Python's own before others, `import` before `from`, a module's names at once."""
     lines = [f"import {name}" for module, name in sorted(imports) if not module]
     for module in sorted({module for module, _ in imports if module}):
         names = [name for other, name in imports if other == module]
