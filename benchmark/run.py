@@ -35,7 +35,7 @@ import tyro
 from benchmark.suites import Suite, suite_of
 from common.distributed import World
 from common.errors import BadInput
-from common.run.sources import source_record
+from common.run.record import source_record
 
 ROOT = Path(__file__).parent.parent
 KEPT = (

@@ -5,6 +5,7 @@ process holds neighbouring shards. What rounds differently in another shape is c
 is summed over shards is summed in one order: gradients along a binary tree (here), all else as a table of N rows
 (`World.gather_shards`). Without `--shards` each process is one shard, and gradients are DDP's own means.
 """
+# no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
 
 from collections.abc import Callable
 
@@ -15,8 +16,6 @@ from torch import nn
 
 from common.distributed import World
 from common.errors import BadInput
-
-# no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -39,7 +39,7 @@ def changed(*edits: tuple[str, str]) -> str:
     ["ppo_ddp.py", *(pytest.param(f"{x}_ddp.py", marks=pytest.mark.slow) for x in ("ppg", "dqn", "sac"))],
 )
 def test_one_file_gives_the_scripts_bytes(script, tmp_path):
-    """In an empty folder with nothing else to import; as linters and formatters want it; with what it uses, only."""
+    """In an empty folder with nothing else to import; as linters and formatters want it; only with files it uses."""
     path, (size, flags) = made(script, tmp_path), CASES[script]
     for words in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *words, "--no-cache", "--config", str(ROOT / "pyproject.toml"), path]

@@ -20,8 +20,7 @@ from benchmark import compare, plot
 from benchmark import run as runner
 from common.errors import BadInput
 from common.run.arguments import parse
-from common.run.record import ARITHMETIC, processor
-from common.run.sources import source_record
+from common.run.record import ARITHMETIC, processor, source_record
 from runs import PATIENCE, ROOT
 
 SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "eval_every": 160}

@@ -23,8 +23,7 @@ from common.environments import Environments
 from common.errors import BadInput, Fault, flag
 from common.run.arguments import RunArgs
 from common.run.files import locked, write_whole
-from common.run.record import environment_record, require_same_run
-from common.run.sources import source_record
+from common.run.record import environment_record, require_same_run, source_record
 from common.run.tracking import TensorBoard, Wandb
 from common.run.video import film, require_encoder
 from common.state import state_of

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import BadInput
 from common.run.arguments import RunArgs
-from common.run.sources import source_files
+from common.run.record import source_files
 from common.watchdog import end_now
 
 LOGIN_WAIT = 15.0  # seconds that wandb takes to give up an unreachable server, before those of `init_timeout`
