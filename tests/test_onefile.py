@@ -106,10 +106,10 @@ def test_a_module_beside_the_script_is_refused(place, tmp_path, monkeypatch):
     script, module = tmp_path / "edited.py", "helper.nets" if "nets" in place else "helper"
     said = r"edited\.py, line \d+: the module helper stands beside the script, and the new file would still need it\."
     for import_ in (f"from {module} import Swish", f"import {module}", f"def f():\n    import {module} as h"):
-        script.write_text(changed(("import tyro\n", f"import tyro\n{import_}\n")))
+        script.write_text(changed(("import numpy as np\n", f"import numpy as np\n{import_}\n")))
         with pytest.raises(BadInput, match=said):
             one_file(script, "mine.py")
-    script.write_text(changed(("import tyro\n", "import tyro\nimport wandb\n")))
+    script.write_text(changed(("import numpy as np\n", "import numpy as np\nimport wandb\n")))
     assert "\nimport wandb\n" in one_file(script, "mine.py")
     shutil.copytree(common.onefile.COMMON, tmp_path / "common")
     monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
