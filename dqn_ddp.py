@@ -129,12 +129,12 @@ class Trunk(nn.Module):
     Vector: a layer of 120, then a width of 84. Image: the convolutions of common/encoders.py, and their width.
     """
 
-    def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
+    def __init__(self, space: gym.spaces.Box, network: str = "auto") -> None:
         super().__init__()
         self.image = len(space.shape) == 3
         if self.image:
-            self.pixels = Pixels(space, channels_first)
-            layers, self.num_features, self.width = image_encoder(space, channels_first, network)
+            self.pixels = Pixels(space)
+            layers, self.num_features, self.width = image_encoder(space, network)
         else:
             self.num_features, self.width = 120, 84
             layers = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
@@ -151,11 +151,9 @@ class QNetwork(nn.Module):
     Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9), otherwise one.
     """
 
-    def __init__(
-        self, obs_space: gym.spaces.Box, num_actions: int, channels_first: bool, dueling: bool, network: str = "auto"
-    ) -> None:
+    def __init__(self, obs_space: gym.spaces.Box, num_actions: int, dueling: bool, network: str = "auto") -> None:
         super().__init__()
-        self.trunk = Trunk(obs_space, channels_first, network)
+        self.trunk = Trunk(obs_space, network)
         self.head = self._stream(num_actions)
         self.value_head = self._stream(1) if dueling else None
 
@@ -255,9 +253,9 @@ def main(args: Args) -> None:
         if args.network != "auto" and len(obs_space.shape) == 1:
             raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "n_step": args.n_step, "gamma": args.gamma}
-        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first}
+        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
         rb = ReplayBuffer(args.buffer_size, args.num_envs, world, obs_space, (), np.dtype(np.int64), **options)
-        set_threads(args.num_threads, is_large(obs_space, envs.channels_first), world)
+        set_threads(args.num_threads, is_large(obs_space), world)
         with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
             train(args, run, rb)
 
@@ -271,7 +269,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
     sizes = envs.single_observation_space, int(envs.single_action_space.n)
-    q_network = QNetwork(*sizes, envs.channels_first, args.dueling, args.network).to(device)
+    q_network = QNetwork(*sizes, args.dueling, args.network).to(device)
     target_network = deepcopy(q_network).requires_grad_(False)
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)

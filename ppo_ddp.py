@@ -129,12 +129,12 @@ class Trunk(nn.Module):
     Vector: two layers of 64. Image: the convolutions of common/encoders.py, then one layer.
     """
 
-    def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
+    def __init__(self, space: gym.spaces.Box, network: str = "auto") -> None:
         super().__init__()
         self.image = len(space.shape) == 3
         if self.image:
-            self.pixels = Pixels(space, channels_first)
-            convolutions, size, self.num_features = image_encoder(space, channels_first, network, layer_init)
+            self.pixels = Pixels(space)
+            convolutions, size, self.num_features = image_encoder(space, network, layer_init)
             layers = [*convolutions, layer_init(nn.Linear(size, self.num_features)), nn.ReLU()]
         else:
             size, self.num_features = space.shape[0], 64
@@ -153,14 +153,12 @@ class Agent(nn.Module):
     `Box` of d numbers.
     """
 
-    def __init__(
-        self, obs_space: gym.spaces.Box, action_space: gym.Space, channels_first: bool, network: str = "auto"
-    ) -> None:
+    def __init__(self, obs_space: gym.spaces.Box, action_space: gym.Space, network: str = "auto") -> None:
         super().__init__()
         self.discrete = isinstance(action_space, gym.spaces.Discrete)
         size = int(action_space.n) if self.discrete else math.prod(action_space.shape)
-        self.trunk = Trunk(obs_space, channels_first, network)
-        self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first, network)
+        self.trunk = Trunk(obs_space, network)
+        self.value_trunk = None if self.trunk.image else Trunk(obs_space, network)
         self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)
         self.critic = layer_init(nn.Linear(self.trunk.num_features, 1), std=1.0)
         if not self.discrete:
@@ -300,9 +298,9 @@ def collect(
 ) -> Iterator[list[Rollout]]:
     """Start all environments anew; then, `num_steps` steps at a time, a rollout of each shard that is here."""
     envs, shards, np_dtype = run.envs, run.envs.shards, torch.empty(0).numpy().dtype  # torch's default, as numpy's
-    shape, obs_space = (args.num_steps, envs.num_envs), envs.single_observation_space
+    shape = args.num_steps, envs.num_envs
     action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
-    obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
+    obs = envs.storage(*shape)
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
     features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
     rewards, dones, bootstrapped = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
@@ -329,7 +327,7 @@ def collect(
                 dones[step], bootstrapped[step] = termination | truncation, truncation & ~termination
                 episodes.step(rewards[step], dones[step], infos)
                 for i in np.flatnonzero(bootstrapped[step]):
-                    final_obs[step, i] = infos["final_obs"][i].copy()
+                    final_obs[step, i] = np.array(infos["final_obs"][i])
         learned = np.sign(rewards) if envs.atari else rewards
         returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), episodes.pop()
         rollouts = []
@@ -419,7 +417,7 @@ def main(args: Args) -> None:
         transition = obs_space.dtype.itemsize * math.prod(obs_space.shape)
         nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)  # with draws, indices
         require_memory("--num-steps", args.num_steps, nbytes, world)
-        set_threads(args.num_threads, is_large(obs_space, envs.channels_first), world)
+        set_threads(args.num_threads, is_large(obs_space), world)
         with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
             train(args, run)
 
@@ -434,7 +432,7 @@ def train(args: Args, run: Run) -> None:
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    agent = Agent(obs_space, action_space, envs.channels_first, args.network).to(device)
+    agent = Agent(obs_space, action_space, args.network).to(device)
     parameters = list(agent.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     rates = [group["lr"] for group in optimizer.param_groups]

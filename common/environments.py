@@ -61,11 +61,14 @@ class Environments(VectorWrapper):
     """Environments known by their global indices, with a seed each; what they say is checked before it is used.
 
     `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first, and after a reset copies
-    of the first (`repeats_first`) or zeros. `channels_first`: of images, as these and many of EnvPool's are. `shards`:
-    which rows are each shard's. `first`: the episode 0 of the last evaluation, where it was played here.
+    of the first (`repeats_first`) or zeros. Images are (channels, height, width); where the simulator gives them as
+    (height, width, channels), `channels_last`, they are views that keep its order in memory. `shards`: which
+    environments are each shard's. `first`: the episode 0 of the last evaluation, where it was played here.
     """
 
-    def __init__(self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int]) -> None:
+    def __init__(
+        self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int], channels_last: bool = False
+    ) -> None:
         super().__init__(envs)
         self.seed = seed
         self.name = "environment" if domain == TRAINING else "evaluation episode"
@@ -76,9 +79,20 @@ class Environments(VectorWrapper):
         self.atari, self.repeats_first, self.takes_array = ale or (pool and envs.atari), pool, ale
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
-        self.channels_first = has_channels_first(envs)
         self.stack = spaces[0].shape[0] if ale else envs.stack if pool else 1
         self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
+        self.channels_last = channels_last
+        if channels_last:
+            bounds = self._channels_first(spaces[0].low), self._channels_first(spaces[0].high)
+            self.single_observation_space = gym.spaces.Box(*bounds, dtype=spaces[0].dtype)
+
+    def _channels_first(self, obs: np.ndarray) -> np.ndarray:
+        return np.moveaxis(obs, -1, -3) if self.channels_last else obs
+
+    def storage(self, *shape: int) -> np.ndarray:
+        """Zeros (*shape, *observation's shape), in memory as the simulator's observations, so that copies are fast."""
+        space = self.env.single_observation_space
+        return self._channels_first(np.zeros((*shape, *space.shape), space.dtype))
 
     def start(self, checkpoint: int = 0) -> np.ndarray:
         """Reset every environment with its own seed, another after each checkpoint -> observations (n, *shape)."""
@@ -93,7 +107,7 @@ class Environments(VectorWrapper):
         self.steps = 0
         if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
             self._name_fault("an observation", obs)
-        return obs
+        return self._channels_first(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """A vector step of actions `in_space`. Raises `Fault`, naming environment and step, for what is not finite."""
@@ -116,7 +130,10 @@ class Environments(VectorWrapper):
         if self.float_obs and "final_obs" in infos:
             for i in np.flatnonzero(truncations & ~terminations):
                 self._name_fault("its last observation", infos["final_obs"][i][None], at=i)
-        return obs, rewards, terminations, truncations, infos
+        if self.channels_last and "final_obs" in infos:
+            ended = np.flatnonzero(terminations | truncations)
+            infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in ended}
+        return self._channels_first(obs), rewards, terminations, truncations, infos
 
     def in_space(self, actions: np.ndarray) -> np.ndarray:
         """Actions (n,) from 0, or (n, d) -> as the action space has them: from its start, or cast and clipped to it."""
@@ -191,15 +208,15 @@ def make_envs(
     envs = make_vec(env_id, len(indices), int(seeds[0]), *options)
     named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if json.loads(env_kwargs) else "")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    fault, ours, first = None, env_id.startswith(("ALE/", "envpool/")), has_channels_first(envs)
+    fault, ours, axis = None, env_id.startswith(("ALE/", "envpool/")), channels_axis(env_id, envs)
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
         if not ours:  # which cannot be wrapped
             fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
-    elif first and not ours:
-        fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
-        fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
-    elif len(obs_space.shape) == 3 and min(obs_space.shape[1:] if first else obs_space.shape[:2]) < 3:
+    elif axis not in (None, 0, 2):
+        fault = f"observation space {obs_space} is an image of which it is not clear where its channels are"
+        fault += ": first or last, they must be fewer than its rows and its columns"
+    elif axis is not None and min(np.delete(obs_space.shape, axis)) < 3:
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif 0 in (*obs_space.shape, *(action_space.shape or ())):
         fault = f"observation space {obs_space} or action space {action_space} holds no number"
@@ -210,13 +227,22 @@ def make_envs(
     if fault:
         envs.close()
         raise BadInput(f"{named}: {' '.join(fault.split())}.")
-    return Environments(envs, seed, domain, indices)
+    return Environments(envs, seed, domain, indices, channels_last=axis == 2)
 
 
-def has_channels_first(envs: VectorEnv) -> bool:
-    """Of images: on Atari always, otherwise by their shape."""
-    shape, games = envs.single_observation_space.shape or (), is_ale(envs) or (isinstance(envs, Pool) and envs.atari)
-    return len(shape) == 3 and (games or shape[0] < min(shape[1:]))
+def channels_axis(env_id: str, envs: VectorEnv) -> int | None:
+    """The axis of an image's channels: 0 or 2, another number where that is not clear; None without images.
+
+    It is the smallest side, but where we know better: games have any number of frames or of objects.
+    """
+    shape = envs.single_observation_space.shape or ()
+    if len(shape) != 3:
+        return None
+    if is_ale(envs) or (isinstance(envs, Pool) and envs.atari):
+        return 0
+    if env_id.startswith("MinAtar/"):
+        return 2
+    return shape.index(min(shape)) if shape.count(min(shape)) == 1 else -1
 
 
 def is_ale(envs: VectorEnv) -> bool:

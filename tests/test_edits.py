@@ -208,10 +208,10 @@ def test_an_attribute_that_changes_is_followed(script, tmp_path, monkeypatch):
 
 ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in the same order
     "Args.__post_init__": [],
-    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first, network)"],
+    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, network)"],
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
     "collect": [  # PPG's observations are those of a whole phase
-        "obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)",
+        "obs = envs.storage(*shape)",
         "rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended))",
         "while True:",
     ],
