@@ -38,7 +38,6 @@ from common.acting import Acting
 from common.distributed import World
 from common.encoders import Pixels, image_encoder, is_large
 from common.environments import open_environments
-from common.episodes import EpisodeStatistics
 from common.errors import BadInput, require, require_divisible
 from common.graphs import graphed
 from common.machine import set_threads
@@ -191,13 +190,11 @@ class TDLoss(nn.Module):
 NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 
 
-def collect(
-    args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator
-) -> Iterator[tuple[EpisodeStatistics, float]]:
-    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes and epsilon."""
+def collect(args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator) -> Iterator[float]:
+    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields epsilon."""
     envs, local_envs = run.envs, run.world.here(args.num_envs)
     num_actions = int(envs.single_action_space.n)
-    obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
+    obs = run.start_environments()
     rb.start(obs)
     first_step = run.global_step // args.num_envs
     for step in itertools.count(first_step):
@@ -213,9 +210,8 @@ def collect(
             actions = np.where(greedy, q_values(obs).argmax(-1), actions)
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
-        ended = episodes.step(rewards, terminations | truncations, infos)
-        rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos, ended)
-        yield episodes, epsilon
+        rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos)
+        yield epsilon
 
 
 # ALGO LOGIC: pure helpers
@@ -310,7 +306,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if run.restart:  # at the start, and after each checkpoint
             experience = collect(args, run, rb, acting, generator)
         rollout_start = time.perf_counter()
-        episodes, epsilon = next(experience)
+        epsilon = next(experience)
         update_start = time.perf_counter()
 
         # update
@@ -331,7 +327,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row(episodes)  # collective
+            row = means.row(envs.episodes)  # collective
             row |= {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon}
             run.logger.log(global_step, row)
         if run.boundary(global_step, act):  # collective

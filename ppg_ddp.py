@@ -53,7 +53,7 @@ from common.acting import Acting
 from common.distributed import World
 from common.encoders import Pixels, image_encoder, is_large
 from common.environments import open_environments
-from common.episodes import EpisodeStatistics, episode_row
+from common.episodes import episode_row
 from common.errors import BadInput, require, require_divisible, require_divisor
 from common.graphs import given, graphed
 from common.machine import require_compiler, require_memory, set_threads
@@ -379,7 +379,7 @@ def collect(
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
     features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
     rewards, dones, bootstrapped = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
-    next_obs, episodes = run.start_environments(), EpisodeStatistics(shards)
+    next_obs = run.start_environments()
     return_carry = np.zeros(envs.num_envs)  # running discounted returns, moved in place
     draw = torch.rand if agent.discrete else torch.randn
     for obs in itertools.cycle(phase_obs):
@@ -400,11 +400,10 @@ def collect(
                 actions[step] = agent.sample(pi, noise[step])
                 next_obs, rewards[step], termination, truncation, infos = envs.step(actions[step])
                 dones[step], bootstrapped[step] = termination | truncation, truncation & ~termination
-                episodes.step(rewards[step], dones[step], infos)
                 for i in np.flatnonzero(bootstrapped[step]):
                     final_obs[step, i] = np.array(infos["final_obs"][i])
         learned = np.sign(rewards) if envs.atari else rewards
-        returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), episodes.pop()
+        returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), envs.episodes.pop()
         rollouts = []
         for rows, ended in zip(shards, sums, strict=True):
             finals = [x for (_, i), x in final_obs.items() if rows.start <= i < rows.stop]

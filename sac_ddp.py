@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.distributed import World
 from common.environments import open_environments
-from common.episodes import EpisodeStatistics
 from common.errors import BadInput, Fault, require, require_divisible
 from common.graphs import graphed
 from common.machine import set_threads
@@ -225,10 +224,10 @@ class ActorLoss(nn.Module):
 
 def collect(
     args: Args, run: Run, rb: ReplayBuffer, actor: Actor, acting: Acting, generator: torch.Generator
-) -> Iterator[EpisodeStatistics]:
-    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes."""
+) -> Iterator[None]:
+    """Start all environments anew; then, at each turn, store a vector step in `rb`."""
     envs, d, local_envs = run.envs, len(actor.scale), run.world.here(args.num_envs)
-    obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
+    obs = run.start_environments()
     rb.start(obs)
     first_step = run.global_step // args.num_envs
     for step in itertools.count(first_step):
@@ -243,9 +242,8 @@ def collect(
             actions = policy(obs, noise.numpy())
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
-        ended = episodes.step(rewards, terminations | truncations, infos)
-        rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
-        yield episodes
+        rb.add(actions, rewards, terminations, truncations, obs, infos)
+        yield
 
 
 # ALGO LOGIC: pure helpers
@@ -372,7 +370,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if run.restart:  # at the start, and after each checkpoint
             experience = collect(args, run, rb, actor, acting, generator)
         rollout_start = time.perf_counter()
-        episodes = next(experience)
+        next(experience)
         update_start = time.perf_counter()
 
         # update
@@ -396,7 +394,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row(episodes)  # collective
+            row = means.row(envs.episodes)  # collective
             row |= {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}
             if "losses/qf1_loss" in row:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2

@@ -57,13 +57,49 @@ class Episode(NamedTuple):
     episodic_return: float
 
 
+class EpisodeStatistics:
+    """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
+
+    A lost life does not end an Atari game: there EnvPool says where it ended, and of ALE the frame counter, which
+    falls at real resets only.
+    """
+
+    def __init__(self, shards: list[slice]) -> None:
+        self.shards, num_envs = shards, shards[-1].stop
+        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+        self.frames = np.zeros(num_envs, dtype=np.int64)
+        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
+
+    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> np.ndarray:
+        """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
+        self.returns += rewards
+        self.lengths += 1
+        if "game_over" in infos:  # EnvPool
+            dones = infos["game_over"]
+        elif "episode_frame_number" in infos:  # ALE
+            dones = dones & (infos["episode_frame_number"] < self.frames)
+            self.frames[:] = infos["episode_frame_number"]
+        if dones.any():
+            for i in np.flatnonzero(dones):
+                self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
+            self.returns[dones], self.lengths[dones] = 0.0, 0
+        return dones
+
+    def pop(self) -> list[dict[str, float]]:
+        """For each shard, sums over its episodes that ended since the last call: their returns, lengths and number."""
+        finished, self.finished = self.finished, []
+        parts = [[f for f in finished if rows.start <= f[2] < rows.stop] for rows in self.shards]
+        return [{"return": sum(f[0] for f in p), "length": sum(f[1] for f in p), "episodes": len(p)} for p in parts]
+
+
 class Environments(VectorWrapper):
     """Environments known by their global indices, with a seed each; what they say is checked before it is used.
 
     `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first, and after a reset copies
     of the first (`repeats_first`) or zeros. Images are (channels, height, width); where the simulator gives them as
     (height, width, channels), `channels_last`, they are views that keep its order in memory. `shards`: which
-    environments are each shard's. `first`: the episode 0 of the last evaluation, where it was played here.
+    environments are each shard's. `episodes`: those since the start. `first`: the episode 0 of the last evaluation,
+    where it was played here.
     """
 
     def __init__(
@@ -104,13 +140,16 @@ class Environments(VectorWrapper):
             obs, _ = self.env.reset(seed=seeds if self.takes_array else seeds.tolist())
         except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
-        self.steps = 0
+        self.steps, self.episodes = 0, EpisodeStatistics(self.shards)
         if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
             self._name_fault("an observation", obs)
         return self._channels_first(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step of actions `in_space`. Raises `Fault`, naming environment and step, for what is not finite."""
+        """A vector step of actions `in_space`; `episode_ended` in the infos (n,): where a whole one did.
+
+        Raises `Fault`, naming environment and step, for what is not finite.
+        """
         self.steps += 1
         actions = self.in_space(actions)
         if self.float_actions and not math.isfinite(np.vdot(actions, actions)):
@@ -133,6 +172,7 @@ class Environments(VectorWrapper):
         if self.channels_last and "final_obs" in infos:
             ended = np.flatnonzero(terminations | truncations)
             infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in ended}
+        infos["episode_ended"] = self.episodes.step(rewards, terminations | truncations, infos)
         return self._channels_first(obs), rewards, terminations, truncations, infos
 
     def in_space(self, actions: np.ndarray) -> np.ndarray:

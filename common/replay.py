@@ -116,8 +116,7 @@ class ReplayBuffer:
         terminations: np.ndarray,
         truncations: np.ndarray,
         next_obs: np.ndarray,  # (n, *shape): after a reset, the new episode's
-        infos: dict,  # with `final_obs` of truncated episodes
-        resets: np.ndarray,  # where next_obs begins an episode: not at a lost life
+        infos: dict,  # with `final_obs` of truncated episodes, and `episode_ended`: not at a lost life
     ) -> None:
         """Store one vector step of this rank's environments over the oldest."""
         place, dones = self.time % self.capacity, terminations | truncations
@@ -130,7 +129,10 @@ class ReplayBuffer:
         self.terminations[:, place], self.truncations[:, place] = terminations, truncations
         self.time += 1
         row = self.time % self.rows
-        self.observed[:, row], self.first[:, row] = next_obs[:, -1] if self.stack > 1 else next_obs, resets
+        self.observed[:, row], self.first[:, row] = (
+            next_obs[:, -1] if self.stack > 1 else next_obs,
+            infos["episode_ended"],
+        )
 
         if not self.plain:
             self._set_priorities(self.envs * self.capacity + place, 0.0)

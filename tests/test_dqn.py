@@ -44,7 +44,7 @@ def test_dueling_values_by_hand():
     """The state's value plus advantages less their mean, each from a hidden layer of its own; and the same in numpy."""
     space = dqn_ddp.gym.spaces.Box(-1, 1, (3,), dqn_ddp.np.float32)
     for dueling in (False, True):
-        network, obs = dqn_ddp.QNetwork(space, 4, False, dueling), torch.randn(6, 3)
+        network, obs = dqn_ddp.QNetwork(space, 4, dueling), torch.randn(6, 3)
         features = network.trunk(obs)
         assert features.shape == (6, 120) and network.head[0].weight.shape == (84, 120)
         q = network.head(features)

@@ -14,7 +14,6 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 from common.environments import EVALUATION, TRAINING, make_envs
-from common.episodes import EpisodeStatistics
 from common.errors import BadInput
 from common.pool import Pool
 from common.replay import ReplayBuffer
@@ -174,22 +173,21 @@ def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
         buffer = ReplayBuffer(
             240, 2, FakeWorld(0, 1), envs.single_observation_space, (), np.int64, stack=4, repeats_first=True
         )
-        obs, statistics, rng, seen = envs.start(), EpisodeStatistics(envs.shards), np.random.default_rng(0), []
+        obs, rng, seen = envs.start(), np.random.default_rng(0), []
         buffer.start(obs)
         ends[flag] = 0
         for step in range(1, 601):
             seen.append(obs.copy())
             actions = rng.integers(0, 4, 2)
             obs, rewards, terminations, truncations, infos = envs.step(actions)
-            ended = statistics.step(rewards, terminations | truncations, infos)
-            buffer.add(actions, rewards, terminations, truncations, obs, infos, ended)
+            buffer.add(actions, rewards, terminations, truncations, obs, infos)
             ends[flag] += terminations.sum()
             if step % 100 == 0:
                 times = np.arange(step - 100, step)
                 for env in (0, 1):
                     expected = np.stack([seen[t][env] for t in times])
                     np.testing.assert_array_equal(buffer._observations(np.full(100, env), times), expected)
-        finished[flag] = statistics.finished
+        finished[flag] = envs.episodes.finished
         envs.close()
     assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
     assert ends[True] >= 5 * ends[False] and max(total for total, _, _ in finished[True]) > 1

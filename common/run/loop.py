@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from common.distributed import World
-from common.environments import Environments
-from common.episodes import EpisodeStatistics, episode_row, evaluate
+from common.environments import Environments, EpisodeStatistics
+from common.episodes import episode_row, evaluate
 from common.errors import BadInput
 from common.run.arguments import RunArgs
 from common.run.checkpoint import Checkpoints, load_model
