@@ -68,7 +68,7 @@ def gradients_of_shares() -> None:
     with world.process_group(60):
         for rows in ([8, 0], [3, 5]):
             torch.manual_seed(0)
-            network = dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, False, True)
+            network = dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, True)
             columns = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)
             dqn_ddp.TDLoss(network, False, 1 / 8)(*batch_and_target(*columns))[0].backward()
             whole = [p.grad.clone() for p in network.parameters()]
