@@ -35,12 +35,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
-from common.distributed import World
-from common.encoders import Pixels, image_encoder, is_large
+from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
 from common.errors import BadInput, require, require_divisible
 from common.graphs import graphed
-from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Json, Norm, Positive, Rate, RunArgs, Whole, command_line
 from common.run.launch import launch
@@ -243,16 +241,14 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda, args.shards)
-    with open_environments(args, world, (gym.spaces.Discrete,), args.life_loss) as (envs, eval_envs):
+    with open_environments(args, (gym.spaces.Discrete,), args.life_loss) as envs:
         obs_space = envs.single_observation_space
         if args.network != "auto" and len(obs_space.shape) == 1:
             raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "n_step": args.n_step, "gamma": args.gamma}
         options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, world, obs_space, (), np.dtype(np.int64), **options)
-        set_threads(args.num_threads, is_large(obs_space), world)
-        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options)
+        with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
 

@@ -50,13 +50,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
-from common.distributed import World
-from common.encoders import Pixels, image_encoder, is_large
+from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
 from common.episodes import episode_row
 from common.errors import BadInput, require, require_divisible, require_divisor
 from common.graphs import given, graphed
-from common.machine import require_compiler, require_memory, set_threads
+from common.machine import require_memory
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.run.arguments import Count, Fraction, Json, Norm, Positive, RunArgs, Weight, Whole, command_line
 from common.run.launch import launch
@@ -495,11 +494,7 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda, args.shards)
-    if args.compile:
-        require_compiler(world)
-    action_spaces = gym.spaces.Discrete, gym.spaces.Box
-    with open_environments(args, world, action_spaces, args.life_loss) as (envs, eval_envs):
+    with open_environments(args, (gym.spaces.Discrete, gym.spaces.Box), args.life_loss) as envs:
         obs_space = envs.single_observation_space
         if args.norm_obs and len(obs_space.shape) == 3:
             raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
@@ -509,9 +504,8 @@ def main(args: Args) -> None:
         nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)  # with draws, indices
         if args.aux_epochs:
             nbytes += args.n_pi * args.num_steps * envs.num_envs * (transition + 16 * args.aux_epochs + 100)
-        require_memory("--num-steps", args.num_steps, nbytes, world)
-        set_threads(args.num_threads, is_large(obs_space), world)
-        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+        require_memory("--num-steps", args.num_steps, nbytes, envs.world)
+        with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run)
 
 

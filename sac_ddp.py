@@ -35,11 +35,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
-from common.distributed import World
 from common.environments import open_environments
 from common.errors import BadInput, Fault, require, require_divisible
 from common.graphs import graphed
-from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Json, Period, Positive, Rate, RunArgs, Threads, Whole, command_line
 from common.run.launch import launch
@@ -276,8 +274,7 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda, args.shards)
-    with open_environments(args, world, (gym.spaces.Box,)) as (envs, eval_envs):
+    with open_environments(args, (gym.spaces.Box,)) as envs:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if len(obs_space.shape) != 1:
             raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
@@ -287,9 +284,8 @@ def main(args: Args) -> None:
             raise BadInput(f"--env-id {args.env_id}: action space {' '.join(str(action_space).split())} {needed}.")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "gamma": args.gamma}
         action = (math.prod(action_space.shape),), torch.empty(0).numpy().dtype
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, world, obs_space, *action, **options)
-        set_threads(args.num_threads, False, world)
-        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, *action, **options)
+        with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
 

@@ -20,8 +20,9 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWrapper
 
 from common.distributed import World
+from common.encoders import is_large
 from common.errors import BadInput, Fault, require_divisible
-from common.machine import require_memory
+from common.machine import require_compiler, require_memory, set_threads
 from common.pool import OURS, Pool
 from common.watchdog import end_with_parent
 
@@ -98,8 +99,9 @@ class Environments(VectorWrapper):
     `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first, and after a reset copies
     of the first (`repeats_first`) or zeros. Images are (channels, height, width); where the simulator gives them as
     (height, width, channels), `channels_last`, they are views that keep its order in memory. `shards`: which
-    environments are each shard's. `episodes`: those since the start. `first`: the episode 0 of the last evaluation,
-    where it was played here.
+    environments are each shard's. `episodes`: those since the start. `world` and `evaluation` (None where no episode
+    of it is played here) are given by `open_environments`. `first`: the episode 0 of the last evaluation, if it was
+    played here.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class Environments(VectorWrapper):
         self.name = "environment" if domain == TRAINING else "evaluation episode"
         self.indices, self.seeds, self.steps = indices, environment_seeds(seed, domain, indices), 0
         self.first: Episode | None = None
+        self.world: World | None = None
+        self.evaluation: Environments | None = None
         self.shards = [slice(0, len(indices))]
         ale, pool = is_ale(envs), isinstance(envs, Pool)
         self.atari, self.repeats_first, self.takes_array = ale or (pool and envs.atari), pool, ale
@@ -191,38 +195,44 @@ class Environments(VectorWrapper):
 
 @contextmanager
 def open_environments(
-    args: Any, world: World, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
-) -> Iterator[tuple[Environments, Environments | None]]:
-    """This rank's environments, and one for each evaluation episode that it plays, if any; closed at the end.
+    args: Any, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
+) -> Iterator[Environments]:
+    """This rank's training environments, with the `world` of ranks and its part of an `evaluation`; closed at the end.
 
-    `args`: a script's. Shard s plays the episodes e with e mod the number of shards
-    = s. Raises `BadInput` as `make_envs` does, and for numbers of environments that do not divide or fit.
+    `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s. Torch's threads are set.
+    Raises `BadInput` as `World`, `require_compiler` and `make_envs` do, and for numbers of environments that do not
+    divide or fit.
     """
+    world = World(args.cuda, args.shards)
+    if getattr(args, "compile", False):
+        require_compiler(world)
     parts = "--shards" if world.sharded else "the number of processes"
     require_divisible("--num-envs", args.num_envs, world.num_shards, parts)
-    size = args.num_envs // world.num_shards
-    here = [range(shard * size, (shard + 1) * size) for shard in world.shards]
-    num_episodes = args.eval_episodes if args.eval_every else 0
+    size, num_episodes = args.num_envs // world.num_shards, args.eval_episodes if args.eval_every else 0
+    training = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards]
-    options = args.vectorization, args.num_threads or world.cores
+    options = action_spaces, args.vectorization, args.num_threads or world.cores
+
     with ExitStack() as stack:
-        pair = []
-        of_training, of_evaluation = ("--num-envs", args.num_envs), ("--eval-episodes", args.eval_episodes)
-        for flag, domain, by_shard in ((of_training, TRAINING, here), (of_evaluation, EVALUATION, episodes)):
+
+        def opened(flag: str, number: int, domain: int, by_shard: list[range], life_loss: bool) -> Environments:
             ends = np.cumsum([len(part) for part in by_shard])
-            require_memory(*flag, SMALLEST * ends[-1], world)
-            indices = np.concatenate([np.array(part, int) for part in by_shard])
-            if len(indices) > 1000 and world.rank == 0:
-                print(f"making {len(indices):,} environments of {args.env_id}", flush=True)  # may take minutes
-            pair.append(None)
-            if len(indices):
-                life = life_loss and domain == TRAINING
-                which = args.env_id, args.seed, domain, indices, action_spaces
-                pair[-1] = make_envs(*which, *options, life, args.env_kwargs)
-                stack.callback(close, pair[-1])
-                starts = [0, *ends[:-1]]
-                pair[-1].shards = [slice(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
-        yield tuple(pair)
+            require_memory(flag, number, SMALLEST * ends[-1], world)
+            if ends[-1] > 1000 and world.rank == 0:
+                print(f"making {ends[-1]:,} environments of {args.env_id}", flush=True)  # may take minutes
+            indices = np.concatenate([np.array(part) for part in by_shard if part])
+            envs = make_envs(args.env_id, args.seed, domain, indices, *options, life_loss, args.env_kwargs)
+            stack.callback(close, envs)
+            starts = [0, *ends[:-1]]
+            envs.shards = [slice(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
+            envs.world = world
+            return envs
+
+        envs = opened("--num-envs", args.num_envs, TRAINING, training, life_loss)
+        if any(episodes):
+            envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, episodes, False)
+        set_threads(args.num_threads, is_large(envs.single_observation_space), world)
+        yield envs
 
 
 def make_envs(
