@@ -36,13 +36,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
-from common.distributed import World
-from common.encoders import Pixels, image_encoder, is_large
+from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
-from common.episodes import EpisodeStatistics
 from common.errors import BadInput
 from common.graphs import graphed
-from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
@@ -128,12 +125,12 @@ class Trunk(nn.Module):
     Vector: a layer of 120, then a width of 84. Image: the convolutions of common/encoders.py, and their width.
     """
 
-    def __init__(self, space: gym.spaces.Box, channels_first: bool, network: str = "auto") -> None:
+    def __init__(self, space: gym.spaces.Box, network: str = "auto") -> None:
         super().__init__()
         self.image = len(space.shape) == 3
         if self.image:
-            self.pixels = Pixels(space, channels_first)
-            layers, self.num_features, self.width = image_encoder(space, channels_first, network)
+            self.pixels = Pixels(space)
+            layers, self.num_features, self.width = image_encoder(space, network)
         else:
             self.num_features, self.width = 120, 84
             layers = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
@@ -150,11 +147,9 @@ class QNetwork(nn.Module):
     Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9), otherwise one.
     """
 
-    def __init__(
-        self, obs_space: gym.spaces.Box, num_actions: int, channels_first: bool, dueling: bool, network: str = "auto"
-    ) -> None:
+    def __init__(self, obs_space: gym.spaces.Box, num_actions: int, dueling: bool, network: str = "auto") -> None:
         super().__init__()
-        self.trunk = Trunk(obs_space, channels_first, network)
+        self.trunk = Trunk(obs_space, network)
         self.head = self._stream(num_actions)
         self.value_head = self._stream(1) if dueling else None
 
@@ -192,13 +187,11 @@ class TDLoss(nn.Module):
 NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 
 
-def collect(
-    args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator
-) -> Iterator[tuple[EpisodeStatistics, float]]:
-    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes and epsilon."""
+def collect(args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator) -> Iterator[float]:
+    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields epsilon."""
     envs, local_envs = run.envs, run.world.here(args.num_envs)
     num_actions = int(envs.single_action_space.n)
-    obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
+    obs = run.start_environments()
     rb.start(obs)
     first_step = run.global_step // args.num_envs
     for step in itertools.count(first_step):
@@ -214,9 +207,8 @@ def collect(
             actions = np.where(greedy, q_values(obs).argmax(-1), actions)
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
-        ended = episodes.step(rewards, terminations | truncations, infos)
-        rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos, ended)
-        yield episodes, epsilon
+        rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos)
+        yield epsilon
 
 
 # ALGO LOGIC: pure helpers
@@ -248,16 +240,14 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda, args.shards)
-    with open_environments(args, world, (gym.spaces.Discrete,), args.life_loss) as (envs, eval_envs):
+    with open_environments(args, (gym.spaces.Discrete,), args.life_loss) as envs:
         obs_space = envs.single_observation_space
         if args.network != "auto" and len(obs_space.shape) == 1:
             raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "n_step": args.n_step, "gamma": args.gamma}
-        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first}
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, world, obs_space, (), np.dtype(np.int64), **options)
-        set_threads(args.num_threads, is_large(obs_space, envs.channels_first), world)
-        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options)
+        with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
 
@@ -270,7 +260,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
     sizes = envs.single_observation_space, int(envs.single_action_space.n)
-    q_network = QNetwork(*sizes, envs.channels_first, args.dueling, args.network).to(device)
+    q_network = QNetwork(*sizes, args.dueling, args.network).to(device)
     target_network = deepcopy(q_network).requires_grad_(False)
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
@@ -311,7 +301,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if run.restart:  # at the start, and after each checkpoint
             experience = collect(args, run, rb, acting, generator)
         rollout_start = time.perf_counter()
-        episodes, epsilon = next(experience)
+        epsilon = next(experience)
         update_start = time.perf_counter()
 
         # update
@@ -332,7 +322,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row(episodes)  # collective
+            row = means.row(envs.episodes)  # collective
             row |= {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon}
             run.logger.log(global_step, row)
         if run.boundary(global_step, act):  # collective

@@ -35,12 +35,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
-from common.distributed import World
 from common.environments import open_environments
-from common.episodes import EpisodeStatistics
 from common.errors import BadInput
 from common.graphs import graphed
-from common.machine import set_threads
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
@@ -203,10 +200,10 @@ class ActorLoss(nn.Module):
 
 def collect(
     args: Args, run: Run, rb: ReplayBuffer, actor: Actor, acting: Acting, generator: torch.Generator
-) -> Iterator[EpisodeStatistics]:
-    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes."""
+) -> Iterator[None]:
+    """Start all environments anew; then, at each turn, store a vector step in `rb`."""
     envs, d, local_envs = run.envs, len(actor.scale), run.world.here(args.num_envs)
-    obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
+    obs = run.start_environments()
     rb.start(obs)
     first_step = run.global_step // args.num_envs
     for step in itertools.count(first_step):
@@ -221,9 +218,8 @@ def collect(
             actions = policy(obs, noise.numpy())
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
-        ended = episodes.step(rewards, terminations | truncations, infos)
-        rb.add(actions, rewards, terminations, truncations, obs, infos, ended)
-        yield episodes
+        rb.add(actions, rewards, terminations, truncations, obs, infos)
+        yield
 
 
 # ALGO LOGIC: pure helpers
@@ -256,8 +252,7 @@ COLUMNS = (
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
-    world = World(args.cuda, args.shards)
-    with open_environments(args, world, (gym.spaces.Box,)) as (envs, eval_envs):
+    with open_environments(args, (gym.spaces.Box,)) as envs:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
         if len(obs_space.shape) != 1:
             raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
@@ -267,9 +262,8 @@ def main(args: Args) -> None:
             raise BadInput(f"--env-id {args.env_id}: action space {' '.join(str(action_space).split())} {needed}.")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "gamma": args.gamma}
         action = (math.prod(action_space.shape),), torch.empty(0).numpy().dtype
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, world, obs_space, *action, **options)
-        set_threads(args.num_threads, False, world)
-        with open_run(args, __file__, COLUMNS, world, envs, eval_envs) as run:
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, *action, **options)
+        with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
 
@@ -348,7 +342,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if run.restart:  # at the start, and after each checkpoint
             experience = collect(args, run, rb, actor, acting, generator)
         rollout_start = time.perf_counter()
-        episodes = next(experience)
+        next(experience)
         update_start = time.perf_counter()
 
         # update
@@ -372,7 +366,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row(episodes)  # collective
+            row = means.row(envs.episodes)  # collective
             row |= {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}
             if "losses/qf1_loss" in row:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2

@@ -28,15 +28,13 @@ class Encoder(NamedTuple):
     width: int  # of the hidden layer that follows in the encoder's paper
 
 
-def image_encoder(
-    space: gym.spaces.Box, channels_first: bool, network: str = "auto", init: Init = default_init
-) -> Encoder:
+def image_encoder(space: gym.spaces.Box, network: str = "auto", init: Init = default_init) -> Encoder:
     """Returns IMPALA's encoder for `network` "impala"; for "auto" Nature's if images are large, MinAtar's if not."""
-    pixels = Pixels(space, channels_first)(torch.zeros(1, *space.shape))
-    channels = pixels.shape[1]
+    pixels = Pixels(space)(torch.zeros(1, *space.shape))
+    channels = space.shape[0]
     if network == "impala":
         layers, width = impala_layers(channels, init), 256
-    elif is_large(space, channels_first):
+    elif is_large(space):
         layers, width = nature_layers(channels, init), 512
     else:
         layers, width = minatar_layers(channels, init), 128
@@ -46,24 +44,22 @@ def image_encoder(
     return Encoder(encoder, num_features, width)
 
 
-def is_large(space: gym.spaces.Box, channels_first: bool) -> bool:
+def is_large(space: gym.spaces.Box) -> bool:
     """True for images whose smaller side is at least 36, which is the least that Nature's convolutions can take."""
-    return len(space.shape) == 3 and min(space.shape[1:] if channels_first else space.shape[:2]) >= 36
+    return len(space.shape) == 3 and min(space.shape[1:]) >= 36
 
 
 class Pixels(nn.Module):
-    """Images (B, *shape) in the space's own dtype -> (B, channels, height, width) in torch's default dtype.
+    """Images (B, channels, height, width) in the space's dtype -> the same in torch's default dtype.
 
-    Pixels of whole numbers are divided by the space's largest. Atari's images and many of EnvPool's are channels-first.
+    Pixels of whole numbers are divided by the space's largest.
     """
 
-    def __init__(self, space: gym.spaces.Box, channels_first: bool) -> None:
+    def __init__(self, space: gym.spaces.Box) -> None:
         super().__init__()
-        self.channels_first = channels_first
         self.scale = max(1.0, float(space.high.max())) if np.issubdtype(space.dtype, np.integer) else 1.0
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        obs = obs if self.channels_first else obs.permute(0, 3, 1, 2)
         obs = obs.contiguous(memory_format=torch.channels_last).to(torch.get_default_dtype())
         return obs if self.scale == 1.0 else obs / self.scale
 

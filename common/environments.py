@@ -20,8 +20,9 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWrapper
 
 from common.distributed import World
+from common.encoders import is_large
 from common.errors import BadInput, Fault, require_divisible
-from common.machine import require_memory
+from common.machine import require_compiler, require_memory, set_threads
 from common.pool import OURS, Pool
 from common.watchdog import end_with_parent
 
@@ -57,28 +58,81 @@ class Episode(NamedTuple):
     episodic_return: float
 
 
+class EpisodeStatistics:
+    """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
+
+    A lost life does not end an Atari game: there EnvPool says where it ended, and of ALE the frame counter, which
+    falls at real resets only.
+    """
+
+    def __init__(self, shards: list[slice]) -> None:
+        self.shards, num_envs = shards, shards[-1].stop
+        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+        self.frames = np.zeros(num_envs, dtype=np.int64)
+        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
+
+    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> np.ndarray:
+        """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
+        self.returns += rewards
+        self.lengths += 1
+        if "game_over" in infos:  # EnvPool
+            dones = infos["game_over"]
+        elif "episode_frame_number" in infos:  # ALE
+            dones = dones & (infos["episode_frame_number"] < self.frames)
+            self.frames[:] = infos["episode_frame_number"]
+        if dones.any():
+            for i in np.flatnonzero(dones):
+                self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
+            self.returns[dones], self.lengths[dones] = 0.0, 0
+        return dones
+
+    def pop(self) -> list[dict[str, float]]:
+        """For each shard, sums over its episodes that ended since the last call: their returns, lengths and number."""
+        finished, self.finished = self.finished, []
+        parts = [[f for f in finished if rows.start <= f[2] < rows.stop] for rows in self.shards]
+        return [{"return": sum(f[0] for f in p), "length": sum(f[1] for f in p), "episodes": len(p)} for p in parts]
+
+
 class Environments(VectorWrapper):
     """Environments known by their global indices, with a seed each; what they say is checked before it is used.
 
     `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first, and after a reset copies
-    of the first (`repeats_first`) or zeros. `channels_first`: of images, as these and many of EnvPool's are. `shards`:
-    which rows are each shard's. `first`: the episode 0 of the last evaluation, where it was played here.
+    of the first (`repeats_first`) or zeros. Images are (channels, height, width); where the simulator gives them as
+    (height, width, channels), `channels_last`, they are views that keep its order in memory. `shards`: which
+    environments are each shard's. `episodes`: those since the start. `world` and `evaluation` (None where no episode
+    of it is played here) are given by `open_environments`. `first`: the episode 0 of the last evaluation, if it was
+    played here.
     """
 
-    def __init__(self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int]) -> None:
+    def __init__(
+        self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int], channels_last: bool = False
+    ) -> None:
         super().__init__(envs)
         self.seed = seed
         self.name = "environment" if domain == TRAINING else "evaluation episode"
         self.indices, self.seeds, self.steps = indices, environment_seeds(seed, domain, indices), 0
         self.first: Episode | None = None
+        self.world: World | None = None
+        self.evaluation: Environments | None = None
         self.shards = [slice(0, len(indices))]
         ale, pool = is_ale(envs), isinstance(envs, Pool)
         self.atari, self.repeats_first, self.takes_array = ale or (pool and envs.atari), pool, ale
         self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
         spaces = envs.single_observation_space, envs.single_action_space
-        self.channels_first = has_channels_first(envs)
         self.stack = spaces[0].shape[0] if ale else envs.stack if pool else 1
         self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
+        self.channels_last = channels_last
+        if channels_last:
+            bounds = self._channels_first(spaces[0].low), self._channels_first(spaces[0].high)
+            self.single_observation_space = gym.spaces.Box(*bounds, dtype=spaces[0].dtype)
+
+    def _channels_first(self, obs: np.ndarray) -> np.ndarray:
+        return np.moveaxis(obs, -1, -3) if self.channels_last else obs
+
+    def storage(self, *shape: int) -> np.ndarray:
+        """Zeros (*shape, *observation's shape), in memory as the simulator's observations, so that copies are fast."""
+        space = self.env.single_observation_space
+        return self._channels_first(np.zeros((*shape, *space.shape), space.dtype))
 
     def start(self, checkpoint: int = 0) -> np.ndarray:
         """Reset every environment with its own seed, another after each checkpoint -> observations (n, *shape)."""
@@ -90,13 +144,16 @@ class Environments(VectorWrapper):
             obs, _ = self.env.reset(seed=seeds if self.takes_array else seeds.tolist())
         except self.worker_gone as error:
             raise Fault(WORKER_FAULT) from error
-        self.steps = 0
+        self.steps, self.episodes = 0, EpisodeStatistics(self.shards)
         if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
             self._name_fault("an observation", obs)
-        return obs
+        return self._channels_first(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step of actions `in_space`. Raises `Fault`, naming environment and step, for what is not finite."""
+        """A vector step of actions `in_space`; `episode_ended` in the infos (n,): where a whole one did.
+
+        Raises `Fault`, naming environment and step, for what is not finite.
+        """
         self.steps += 1
         actions = self.in_space(actions)
         if self.float_actions and not math.isfinite(np.vdot(actions, actions)):
@@ -116,7 +173,11 @@ class Environments(VectorWrapper):
         if self.float_obs and "final_obs" in infos:
             for i in np.flatnonzero(truncations & ~terminations):
                 self._name_fault("its last observation", infos["final_obs"][i][None], at=i)
-        return obs, rewards, terminations, truncations, infos
+        if self.channels_last and "final_obs" in infos:
+            ended = np.flatnonzero(terminations | truncations)
+            infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in ended}
+        infos["episode_ended"] = self.episodes.step(rewards, terminations | truncations, infos)
+        return self._channels_first(obs), rewards, terminations, truncations, infos
 
     def in_space(self, actions: np.ndarray) -> np.ndarray:
         """Actions (n,) from 0, or (n, d) -> as the action space has them: from its start, or cast and clipped to it."""
@@ -134,38 +195,44 @@ class Environments(VectorWrapper):
 
 @contextmanager
 def open_environments(
-    args: Any, world: World, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
-) -> Iterator[tuple[Environments, Environments | None]]:
-    """This rank's environments, and one for each evaluation episode that it plays, if any; closed at the end.
+    args: Any, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
+) -> Iterator[Environments]:
+    """This rank's training environments, with the `world` of ranks and its part of an `evaluation`; closed at the end.
 
-    `args`: a script's. Shard s plays the episodes e with e mod the number of shards
-    = s. Raises `BadInput` as `make_envs` does, and for numbers of environments that do not divide or fit.
+    `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s. Torch's threads are set.
+    Raises `BadInput` as `World`, `require_compiler` and `make_envs` do, and for numbers of environments that do not
+    divide or fit.
     """
+    world = World(args.cuda, args.shards)
+    if getattr(args, "compile", False):
+        require_compiler(world)
     parts = "--shards" if world.sharded else "the number of processes"
     require_divisible("--num-envs", args.num_envs, world.num_shards, parts)
-    size = args.num_envs // world.num_shards
-    here = [range(shard * size, (shard + 1) * size) for shard in world.shards]
-    num_episodes = args.eval_episodes if args.eval_every else 0
+    size, num_episodes = args.num_envs // world.num_shards, args.eval_episodes if args.eval_every else 0
+    training = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards]
-    options = args.vectorization, args.num_threads or world.cores
+    options = action_spaces, args.vectorization, args.num_threads or world.cores
+
     with ExitStack() as stack:
-        pair = []
-        of_training, of_evaluation = ("--num-envs", args.num_envs), ("--eval-episodes", args.eval_episodes)
-        for flag, domain, by_shard in ((of_training, TRAINING, here), (of_evaluation, EVALUATION, episodes)):
+
+        def opened(flag: str, number: int, domain: int, by_shard: list[range], life_loss: bool) -> Environments:
             ends = np.cumsum([len(part) for part in by_shard])
-            require_memory(*flag, SMALLEST * ends[-1], world)
-            indices = np.concatenate([np.array(part, int) for part in by_shard])
-            if len(indices) > 1000 and world.rank == 0:
-                print(f"making {len(indices):,} environments of {args.env_id}", flush=True)  # may take minutes
-            pair.append(None)
-            if len(indices):
-                life = life_loss and domain == TRAINING
-                which = args.env_id, args.seed, domain, indices, action_spaces
-                pair[-1] = make_envs(*which, *options, life, args.env_kwargs)
-                stack.callback(close, pair[-1])
-                starts = [0, *ends[:-1]]
-                pair[-1].shards = [slice(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
-        yield tuple(pair)
+            require_memory(flag, number, SMALLEST * ends[-1], world)
+            if ends[-1] > 1000 and world.rank == 0:
+                print(f"making {ends[-1]:,} environments of {args.env_id}", flush=True)  # may take minutes
+            indices = np.concatenate([np.array(part) for part in by_shard if part])
+            envs = make_envs(args.env_id, args.seed, domain, indices, *options, life_loss, args.env_kwargs)
+            stack.callback(close, envs)
+            starts = [0, *ends[:-1]]
+            envs.shards = [slice(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
+            envs.world = world
+            return envs
+
+        envs = opened("--num-envs", args.num_envs, TRAINING, training, life_loss)
+        if any(episodes):
+            envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, episodes, False)
+        set_threads(args.num_threads, is_large(envs.single_observation_space), world)
+        yield envs
 
 
 def make_envs(
@@ -191,15 +258,15 @@ def make_envs(
     envs = make_vec(env_id, len(indices), int(seeds[0]), *options)
     named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if json.loads(env_kwargs) else "")
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    fault, ours, first = None, env_id.startswith(("ALE/", "envpool/")), has_channels_first(envs)
+    fault, ours, axis = None, env_id.startswith(("ALE/", "envpool/")), channels_axis(env_id, envs)
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
         fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
         if not ours:  # which cannot be wrapped
             fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
-    elif first and not ours:
-        fault = f"observation space {obs_space} looks channels-first, and images are read as (height, width, channels)"
-        fault += "; turn them by gymnasium.wrappers.TransformObservation with numpy.moveaxis(obs, 0, -1)"
-    elif len(obs_space.shape) == 3 and min(obs_space.shape[1:] if first else obs_space.shape[:2]) < 3:
+    elif axis not in (None, 0, 2):
+        fault = f"observation space {obs_space} is an image of which it is not clear where its channels are"
+        fault += ": first or last, they must be fewer than its rows and its columns"
+    elif axis is not None and min(np.delete(obs_space.shape, axis)) < 3:
         fault = f"observation space {obs_space} is an image smaller than 3 x 3"
     elif 0 in (*obs_space.shape, *(action_space.shape or ())):
         fault = f"observation space {obs_space} or action space {action_space} holds no number"
@@ -210,13 +277,22 @@ def make_envs(
     if fault:
         envs.close()
         raise BadInput(f"{named}: {' '.join(fault.split())}.")
-    return Environments(envs, seed, domain, indices)
+    return Environments(envs, seed, domain, indices, channels_last=axis == 2)
 
 
-def has_channels_first(envs: VectorEnv) -> bool:
-    """Of images: on Atari always, otherwise by their shape."""
-    shape, games = envs.single_observation_space.shape or (), is_ale(envs) or (isinstance(envs, Pool) and envs.atari)
-    return len(shape) == 3 and (games or shape[0] < min(shape[1:]))
+def channels_axis(env_id: str, envs: VectorEnv) -> int | None:
+    """The axis of an image's channels: 0 or 2, another number where that is not clear; None without images.
+
+    It is the smallest side, but where we know better: games have any number of frames or of objects.
+    """
+    shape = envs.single_observation_space.shape or ()
+    if len(shape) != 3:
+        return None
+    if is_ale(envs) or (isinstance(envs, Pool) and envs.atari):
+        return 0
+    if env_id.startswith("MinAtar/"):
+        return 2
+    return shape.index(min(shape)) if shape.count(min(shape)) == 1 else -1
 
 
 def is_ale(envs: VectorEnv) -> bool:

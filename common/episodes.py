@@ -15,41 +15,6 @@ MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
 EVALUATION_BOUNDARY = 100  # steps of an evaluation
 
 
-class EpisodeStatistics:
-    """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
-
-    A lost life does not end an Atari game: there EnvPool says where it ended, and of ALE the frame counter, which
-    falls at real resets only.
-    """
-
-    def __init__(self, shards: list[slice]) -> None:
-        self.shards, num_envs = shards, shards[-1].stop
-        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-        self.frames = np.zeros(num_envs, dtype=np.int64)
-        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
-
-    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> np.ndarray:
-        """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
-        self.returns += rewards
-        self.lengths += 1
-        if "game_over" in infos:  # EnvPool
-            dones = infos["game_over"]
-        elif "episode_frame_number" in infos:  # ALE
-            dones = dones & (infos["episode_frame_number"] < self.frames)
-            self.frames[:] = infos["episode_frame_number"]
-        if dones.any():
-            for i in np.flatnonzero(dones):
-                self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
-            self.returns[dones], self.lengths[dones] = 0.0, 0
-        return dones
-
-    def pop(self) -> list[dict[str, float]]:
-        """For each shard, sums over its episodes that ended since the last call: their returns, lengths and number."""
-        finished, self.finished = self.finished, []
-        parts = [[f for f in finished if rows.start <= f[2] < rows.stop] for rows in self.shards]
-        return [{"return": sum(f[0] for f in p), "length": sum(f[1] for f in p), "episodes": len(p)} for p in parts]
-
-
 def episode_row(total: dict[str, float]) -> dict[str, float]:
     """The sums of `EpisodeStatistics.pop` over all ranks -> a row's columns; no means where no episode ended."""
     row = {"charts/episodes": int(total["episodes"])}
@@ -74,22 +39,21 @@ def evaluate(
     playing = np.zeros(0, dtype=bool)
     if envs is not None:
         obs, act = envs.start(), per_shard(act, envs.shards, world)
-        playing, statistics = np.ones(envs.num_envs, dtype=bool), EpisodeStatistics(envs.shards)
+        playing = np.ones(envs.num_envs, dtype=bool)
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
             actions = act(obs)
             if playing[0] and envs.indices[0] == 0:
                 first.append(np.array(envs.in_space(actions)[0]))
-            obs, rewards, terminations, truncations, infos = envs.step(actions)
-            statistics.step(rewards, terminations | truncations, infos)
-            for episode_return, length, i in statistics.finished:
+            obs, *_ = envs.step(actions)
+            for episode_return, length, i in envs.episodes.finished:
                 if playing[i]:  # the first episode of each counts
                     results[envs.indices[i]], playing[i] = (episode_return, length), False
-            statistics.finished.clear()
+            envs.episodes.finished.clear()
         if step % EVALUATION_BOUNDARY == 0 and (not world.gather([playing.sum()]).any() or world.stop):  # collective
             break
     for i in np.flatnonzero(playing):
-        results[envs.indices[i]] = statistics.returns[i], statistics.lengths[i]
+        results[envs.indices[i]] = envs.episodes.returns[i], envs.episodes.lengths[i]
     if first:
         envs.first = Episode(int(envs.seeds[0]), first, results[0, 0])
     returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective

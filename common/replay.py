@@ -42,8 +42,9 @@ class ReplayBuffer:
     """Sizes are global. Observations are stored once, as they are, and handed out as the space has them.
 
     `stack`: where above 1, observations are (stack, height, width), newest frame last; only the newest is stored, and
-    the rest is rebuilt, with zeros before an episode's first frame, or copies of it (`repeats_first`). `alpha` 0 is
-    uniform sampling. Raises `BadInput` (--buffer-size) where the shards on this machine cannot fit its free memory.
+    the rest is rebuilt, with zeros before an episode's first frame, or copies of it (`repeats_first`). `channels_last`:
+    images (channels, height, width) are stored as (height, width, channels), as their simulator gives them. `alpha` 0
+    is uniform sampling. Raises `BadInput` (--buffer-size) where the shards on this machine cannot fit its free memory.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class ReplayBuffer:
         stack: int = 1,
         alpha: float = 0.0,
         repeats_first: bool = False,
+        channels_last: bool = False,
     ) -> None:
         here = world.here(num_envs)
         self.world, self.n_step, self.gamma, self.stack, self.alpha = world, n_step, gamma, stack, alpha
-        self.repeats_first = repeats_first
+        self.repeats_first, self.channels_last = repeats_first, channels_last
         self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
         self.num_envs, self.envs = num_envs, np.arange(here.stop - here.start)
         self.capacity = buffer_size // num_envs  # places of one environment
@@ -70,6 +72,8 @@ class ReplayBuffer:
         self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
         n, float_dtype = len(self.envs), torch.empty(0).numpy().dtype
         self.obs_shape, frame = obs_space.shape, obs_space.shape[1:] if stack > 1 else obs_space.shape
+        if channels_last:
+            frame = (*frame[1:], frame[0])
         self.size = n // len(world.shards)  # environments of a shard
         self.blocks = 0 if self.plain else -(-self.size * self.capacity // BLOCK)  # of a shard
         blocks = len(world.shards) * self.blocks
@@ -87,6 +91,9 @@ class ReplayBuffer:
         require_memory("--buffer-size", buffer_size, self.nbytes, world, f"at most {most}")
         for name, (shape, dtype) in shapes.items():
             setattr(self, name, np.zeros(shape, dtype))
+        self.observed = (
+            np.moveaxis(self.frames, -1, 2) if channels_last else self.frames
+        )  # the same memory, by obs_shape
         self.final_obs: dict[int, np.ndarray] = {}  # by place: the last observations of truncated episodes
         self.block_sums, self.block_minima = np.zeros(blocks), np.full(blocks, np.inf)
         self.discounts = gamma ** np.arange(1.0, n_step + 1.0)
@@ -100,7 +107,7 @@ class ReplayBuffer:
     def start(self, obs: np.ndarray) -> None:
         """The observations (n, *shape) of a reset of all environments: the first, or after `cut`."""
         row = self.time % self.rows
-        self.frames[:, row], self.first[:, row] = obs[:, -1] if self.stack > 1 else obs, True
+        self.observed[:, row], self.first[:, row] = obs[:, -1] if self.stack > 1 else obs, True
 
     def add(
         self,
@@ -109,8 +116,7 @@ class ReplayBuffer:
         terminations: np.ndarray,
         truncations: np.ndarray,
         next_obs: np.ndarray,  # (n, *shape): after a reset, the new episode's
-        infos: dict,  # with `final_obs` of truncated episodes
-        resets: np.ndarray,  # where next_obs begins an episode: not at a lost life
+        infos: dict,  # with `final_obs` of truncated episodes, and `episode_ended`: not at a lost life
     ) -> None:
         """Store one vector step of this rank's environments over the oldest."""
         place, dones = self.time % self.capacity, terminations | truncations
@@ -123,7 +129,10 @@ class ReplayBuffer:
         self.terminations[:, place], self.truncations[:, place] = terminations, truncations
         self.time += 1
         row = self.time % self.rows
-        self.frames[:, row], self.first[:, row] = next_obs[:, -1] if self.stack > 1 else next_obs, resets
+        self.observed[:, row], self.first[:, row] = (
+            next_obs[:, -1] if self.stack > 1 else next_obs,
+            infos["episode_ended"],
+        )
 
         if not self.plain:
             self._set_priorities(self.envs * self.capacity + place, 0.0)
@@ -141,7 +150,7 @@ class ReplayBuffer:
 
     def _keep_final_obs(self, truncated: np.ndarray, place: int, final_obs: np.ndarray) -> None:
         for i in np.flatnonzero(truncated):
-            self.final_obs[i * self.capacity + place] = np.array(final_obs[i], self.frames.dtype)
+            self.final_obs[i * self.capacity + place] = np.array(final_obs[i], self.frames.dtype, order="C")
             self._require_memory_for_final_obs()
 
     def _let_sample(self, dones: np.ndarray) -> None:
@@ -261,7 +270,8 @@ class ReplayBuffer:
     def _observations(self, env: np.ndarray, time: np.ndarray) -> np.ndarray:
         """Observations of environments `env` (b,) at vector steps `time` (b,) -> (b, *shape), a copy."""
         if self.stack == 1:
-            return self.frames.reshape(-1, *self.frames.shape[2:]).take(env * self.rows + time % self.rows, axis=0)
+            obs = self.frames.reshape(-1, *self.frames.shape[2:]).take(env * self.rows + time % self.rows, axis=0)
+            return np.moveaxis(obs, -1, 1) if self.channels_last else obs
         rows = (time[:, None] + np.arange(1 - self.stack, 1)) % self.rows  # (b, stack), oldest first
         starts = self.first[env[:, None], rows[:, 1:]]  # what is before an episode's first frame is not of it
         known = ~np.logical_or.accumulate(starts[:, ::-1], 1)[:, ::-1]

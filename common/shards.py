@@ -19,14 +19,18 @@ from common.errors import BadInput
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a contiguous tensor that begins at a multiple of 64 bytes; on the CPU a copy only where it must be.
+    """The array as a dense tensor that begins at a multiple of 64 bytes; on the CPU a copy only where it must be.
 
-    MKL rounds some products otherwise at another address, and a view of a shard's rows may begin anywhere.
+    MKL rounds some products otherwise at another address, and a view of a shard's rows may begin anywhere. Images
+    (n, channels, height, width) keep their order in memory.
     """
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    channels_last = array.ndim == 4 and array.strides[1] < array.strides[3]
+    tensor = torch.from_numpy(np.ascontiguousarray(np.moveaxis(array, 1, -1) if channels_last else array))
     if device.type != "cpu":
-        return tensor.to(device)
-    return tensor.clone() if tensor.data_ptr() % 64 else tensor
+        tensor = tensor.to(device)
+    elif tensor.data_ptr() % 64:
+        tensor = tensor.clone()
+    return tensor.movedim(-1, 1) if channels_last else tensor
 
 
 def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: World) -> Callable[..., np.ndarray]:

@@ -192,6 +192,14 @@ class Drawn(gym.Env):
         return self.observe().astype(self.observation_space.dtype), reward, bool(terminated), bool(truncated), {}
 
 
+def turned(**kwargs):
+    """`Drawn` whose images (height, width, channels) are given as (channels, height, width)."""
+    env = Drawn(**kwargs)
+    low, high = (np.moveaxis(x, -1, 0) for x in (env.observation_space.low, env.observation_space.high))
+    space = gym.spaces.Box(low, high, dtype=env.observation_space.dtype)
+    return gym.wrappers.TransformObservation(env, lambda obs: np.moveaxis(obs, -1, 0).copy(), space)
+
+
 vector = gym.spaces.Box(-1, 1, (3,), np.float32)
 choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
@@ -204,6 +212,7 @@ for where in ("reward", "observation", "last"):
         gym.register(f"Pendulum-{where}-{value}-v0", FaultyPendulum, max_episode_steps=50, kwargs=kwargs)
 gym.register("Counting-v0", Counting)
 gym.register("Drawn-v0", Drawn)
+gym.register("TurnedDrawn-v0", turned)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
@@ -213,11 +222,11 @@ for name, spaces in {
     "DictObs": (gym.spaces.Dict(x=vector), choice),
     "TupleObs": (gym.spaces.Tuple([vector]), choice),
     "MatrixObs": (gym.spaces.Box(-1, 1, (3, 3), np.float32), choice),
-    "ChannelsFirst": (gym.spaces.Box(0, 255, (4, 80, 80), np.uint8), choice),
-    "OneChannelFirst": (gym.spaces.Box(0, 255, (1, 64, 64), np.uint8), choice),
+    "CubeImage": (gym.spaces.Box(0, 255, (10, 10, 10), np.uint8), choice),
+    "MiddleImage": (gym.spaces.Box(0, 255, (64, 3, 64), np.uint8), choice),
     "HugeBox": (vector, gym.spaces.Box(-1e30, 1e30, (2,), np.float32)),
-    "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 2), np.float32), choice),
-    "NarrowImage": (gym.spaces.Box(0, 1, (10, 2, 4), np.float32), choice),
+    "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 1), np.float32), choice),
+    "NarrowImage": (gym.spaces.Box(0, 1, (1, 10, 2), np.float32), choice),
     "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
     "OpenBox": (vector, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)),
     "ImageBox": (gym.spaces.Box(0, 1, (9, 9, 3), np.float32), vector),

@@ -16,7 +16,7 @@ import ppo_ddp
 from common import episodes
 from common.distributed import World
 from common.environments import EVALUATION, TRAINING, Environments, environment_seeds, make_envs
-from common.episodes import EpisodeStatistics, evaluate
+from common.episodes import evaluate
 from common.errors import Fault
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.state import check_equal
@@ -111,7 +111,7 @@ def test_clipped_losses_by_hand(module, float64):
 @pytest.mark.parametrize("space", [DISCRETE, BOX])
 def test_policy_terms_agree_with_torch_distributions(space, float64):
     torch.manual_seed(0)
-    agent = ppg_ddp.Agent(VECTOR, space, channels_first=False)
+    agent = ppg_ddp.Agent(VECTOR, space)
     if space is BOX:
         agent.log_std.data = torch.tensor([0.3, -0.7])
     features, other = torch.randn(5, 64), torch.randn(5, 64)
@@ -130,12 +130,12 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
 
 
 def test_sampling_inverts_the_distribution():
-    agent = ppo_ddp.Agent(VECTOR, DISCRETE, channels_first=False)
+    agent = ppo_ddp.Agent(VECTOR, DISCRETE)
     pi = np.log(np.array([[0.2, 0.3, 0.5]] * 6)) + 3.0
     noise = np.array([0.0, 0.19, 0.21, 0.49, 0.51, np.nextafter(1.0, 0.0)])
     assert agent.sample(pi, noise).tolist() == [0, 0, 1, 1, 2, 2]
     assert agent.sample(pi.astype(np.float32), np.full(6, np.nextafter(1, 0, dtype=np.float32))).max() == 2
-    box = ppo_ddp.Agent(VECTOR, BOX, channels_first=False)
+    box = ppo_ddp.Agent(VECTOR, BOX)
     pi = np.array([[1.0, 2.0, 0.0, math.log(3.0)]])
     assert box.sample(pi, np.array([[0.5, -1.0]])).tolist() == [[1.5, pytest.approx(2.0 - 3.0)]]
     assert box.mode(pi).tolist() == [[1.0, 2.0]]
@@ -310,36 +310,31 @@ def test_atari_returns_are_whole_unclipped_games():
     for flag in (True, False):
         envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=flag)
         envs.start()
-        statistics, rng, ends[flag] = EpisodeStatistics(envs.shards), np.random.default_rng(0), 0
+        rng, ends[flag] = np.random.default_rng(0), 0
         for _ in range(700):
-            _, rewards, terminations, truncations, infos = envs.step(rng.integers(0, 4, 2))
-            statistics.step(rewards, terminations | truncations, infos)
+            _, _, terminations, _, _ = envs.step(rng.integers(0, 4, 2))
             ends[flag] += terminations.sum()
-        finished[flag] = statistics.finished
+        finished[flag] = envs.episodes.finished
         envs.close()
     assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 4
     assert ends[True] >= 5 * ends[False]
 
 
 def test_both_trunks_read_images_of_any_layout(float64):
-    """Whole-number pixels are divided by the space's largest; channels-first gives what its transpose gives."""
-    first = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    last = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
-    agent_first = ppo_ddp.Agent(first, DISCRETE, channels_first=True)
-    agent_last = ppo_ddp.Agent(last, DISCRETE, channels_first=False)
-    agent_last.load_state_dict(agent_first.state_dict())
+    """Whole-number pixels are divided by the space's largest; how they lie in memory does not matter."""
+    agent = ppo_ddp.Agent(gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), DISCRETE)
     obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
-    features = agent_first.trunk(obs)
-    torch.testing.assert_close(agent_last.trunk(obs.permute(0, 2, 3, 1)), features)
-    layers = nn.Sequential(*agent_first.trunk.layers)
+    features = agent.trunk(obs)
+    assert agent.trunk(obs.contiguous(memory_format=torch.channels_last)).equal(features)
+    layers = nn.Sequential(*agent.trunk.layers)
     torch.testing.assert_close(layers(obs.double() / 255), features)
     assert features.shape == (3, 512)
-    small = ppo_ddp.Agent(gym.spaces.Box(0, 1, (10, 10, 6), np.bool_), DISCRETE, channels_first=False)
+    small = ppo_ddp.Agent(gym.spaces.Box(0, 1, (6, 10, 10), np.bool_), DISCRETE)
     assert [tuple(p.shape) for p in small.trunk.parameters()] == [(16, 6, 3, 3), (16,), (128, 1024), (128,)]
     for module in (ppo_ddp, ppg_ddp, dqn_ddp):
         for high, dtype, scale in ((1, np.uint8, 1.0), (7, np.uint8, 7.0), (9, np.int64, 9.0), (9, np.float32, 1.0)):
-            trunk = module.Trunk(gym.spaces.Box(0, high, (10, 10, 6), dtype), False)
-            obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 10, 10, 6)).astype(dtype))
-            expected = trunk.layers(obs.permute(0, 3, 1, 2).double() / scale)
+            trunk = module.Trunk(gym.spaces.Box(0, high, (6, 10, 10), dtype))
+            obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 6, 10, 10)).astype(dtype))
+            expected = trunk.layers(obs.double() / scale)
             torch.testing.assert_close(trunk(obs), expected)
-    assert small.value_trunk is None and small.trunk(torch.ones(2, 10, 10, 6, dtype=torch.bool)).shape == (2, 128)
+    assert small.value_trunk is None and small.trunk(torch.ones(2, 6, 10, 10, dtype=torch.bool)).shape == (2, 128)

@@ -491,7 +491,7 @@ def test_a_cut_ends_episodes_of_a_replay_buffer():
     for step in range(1, 6):  # environment 1 ends in its last step
         ends = np.array([False, step == 5])
         obs = np.full((2, 2), float(step))
-        rb.add(np.zeros(2, int), np.ones(2), ends, np.zeros(2, bool), obs, {}, ends)
+        rb.add(np.zeros(2, int), np.ones(2), ends, np.zeros(2, bool), obs, {"episode_ended": ends})
     rb.cut()
     rb.start(np.full((2, 2), 100.0))
     assert (rb.priorities.ravel()[rb._at(np.array([0, 1, 2, 3, 4, 20, 21, 22, 23, 24]))] > 0).all()

@@ -44,7 +44,7 @@ def test_dueling_values_by_hand():
     """The state's value plus advantages less their mean, each from a hidden layer of its own; and the same in numpy."""
     space = dqn_ddp.gym.spaces.Box(-1, 1, (3,), dqn_ddp.np.float32)
     for dueling in (False, True):
-        network, obs = dqn_ddp.QNetwork(space, 4, False, dueling), torch.randn(6, 3)
+        network, obs = dqn_ddp.QNetwork(space, 4, dueling), torch.randn(6, 3)
         features = network.trunk(obs)
         assert features.shape == (6, 120) and network.head[0].weight.shape == (84, 120)
         q = network.head(features)
@@ -68,7 +68,7 @@ def gradients_of_shares() -> None:
     with world.process_group(60):
         for rows in ([8, 0], [3, 5]):
             torch.manual_seed(0)
-            network = dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, False, True)
+            network = dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, True)
             columns = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)
             dqn_ddp.TDLoss(network, False, 1 / 8)(*batch_and_target(*columns))[0].backward()
             whole = [p.grad.clone() for p in network.parameters()]

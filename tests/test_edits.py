@@ -99,9 +99,9 @@ def network_and_inputs(module, settings):
     if hasattr(module, "Actor"):
         return module.Actor(space, box, cpu), lambda: (rng.normal(size=(5, 4)).astype("f"), rng.normal(size=(5, 2)))
     if hasattr(module, "QNetwork"):
-        network = module.QNetwork(space, 3, False, settings.get("dueling", False))
+        network = module.QNetwork(space, 3, settings.get("dueling", False))
     else:
-        network = module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3), False)
+        network = module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3))
     return network, lambda: (rng.normal(size=(5, 4)).astype("f"),)
 
 
@@ -201,10 +201,10 @@ def test_an_attribute_that_changes_is_followed(script, tmp_path, monkeypatch):
 
 ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in the same order
     "Args.__post_init__": [],
-    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, channels_first, network)"],
+    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, network)"],
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
     "collect": [  # PPG's observations are those of a whole phase
-        "obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)",
+        "obs = envs.storage(*shape)",
         "rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended))",
         "while True:",
     ],

@@ -14,7 +14,6 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 from common.environments import EVALUATION, TRAINING, make_envs
-from common.episodes import EpisodeStatistics
 from common.errors import BadInput
 from common.pool import Pool
 from common.replay import ReplayBuffer
@@ -170,26 +169,25 @@ def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
     finished, ends = {}, {}
     for flag in (True, False):
         envs = make_envs("envpool/Breakout-v5", 1, TRAINING, range(2), SPACES, life_loss=flag)
-        assert envs.atari and envs.channels_first and envs.stack == 4
+        assert envs.atari and not envs.channels_last and envs.stack == 4
         buffer = ReplayBuffer(
             240, 2, FakeWorld(0, 1), envs.single_observation_space, (), np.int64, stack=4, repeats_first=True
         )
-        obs, statistics, rng, seen = envs.start(), EpisodeStatistics(envs.shards), np.random.default_rng(0), []
+        obs, rng, seen = envs.start(), np.random.default_rng(0), []
         buffer.start(obs)
         ends[flag] = 0
         for step in range(1, 601):
             seen.append(obs.copy())
             actions = rng.integers(0, 4, 2)
             obs, rewards, terminations, truncations, infos = envs.step(actions)
-            ended = statistics.step(rewards, terminations | truncations, infos)
-            buffer.add(actions, rewards, terminations, truncations, obs, infos, ended)
+            buffer.add(actions, rewards, terminations, truncations, obs, infos)
             ends[flag] += terminations.sum()
             if step % 100 == 0:
                 times = np.arange(step - 100, step)
                 for env in (0, 1):
                     expected = np.stack([seen[t][env] for t in times])
                     np.testing.assert_array_equal(buffer._observations(np.full(100, env), times), expected)
-        finished[flag] = statistics.finished
+        finished[flag] = envs.episodes.finished
         envs.close()
     assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
     assert ends[True] >= 5 * ends[False] and max(total for total, _, _ in finished[True]) > 1
@@ -227,7 +225,7 @@ def test_options_reach_the_simulator():
     assert first("CartPole-v1", '{"sutton_barto_reward": true}')[1].tolist() == [0, 0]
     assert first("ALE/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
     many = make_envs("envpool/Breakout-v5", 1, TRAINING, [0], SPACES, env_kwargs='{"stack_num": 90}')
-    assert many.channels_first and many.stack == 90
+    assert not many.channels_last and many.stack == 90
     assert first("envpool/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
     calm, costly = (first("envpool/Pusher-v5", x)[1] for x in ("{}", '{"dist_cost_weight": 9}'))
     assert (costly < 4 * calm).all() and (calm < 0).all()
@@ -280,7 +278,7 @@ def test_procgens_levels():
     def levels(options: str) -> int:
         envs = make_envs("envpool/CoinrunEasy-v0", 1, TRAINING, range(6), SPACES, env_kwargs=options)
         found = len({obs.tobytes() for obs in envs.start()})
-        assert envs.channels_first and not envs.atari and envs.single_observation_space.shape == (3, 64, 64)
+        assert not envs.channels_last and not envs.atari and envs.single_observation_space.shape == (3, 64, 64)
         envs.close()
         return found
 
@@ -361,7 +359,7 @@ def test_films(tmp_path):
 def test_impala_is_the_papers_network(module):
     """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks; then 256."""
     torch.manual_seed(1)
-    trunk = module.Trunk(gym.spaces.Box(0, 255, (3, 64, 64), np.uint8), True, "impala")
+    trunk = module.Trunk(gym.spaces.Box(0, 255, (3, 64, 64), np.uint8), "impala")
     obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
     tensors = iter(trunk.parameters())
 
@@ -381,8 +379,8 @@ def test_impala_is_the_papers_network(module):
     assert next(tensors, None) is None
     torch.testing.assert_close(trunk(obs), x)
     assert (module is dqn_ddp and trunk.width == 256) or x.shape == (5, 256)
-    small = module.Trunk(gym.spaces.Box(0, 1, (10, 11, 6), np.bool_), False, "impala")
-    assert small(torch.ones(2, 10, 11, 6, dtype=torch.bool)).shape == (2, small.num_features)
+    small = module.Trunk(gym.spaces.Box(0, 1, (6, 10, 11), np.bool_), "impala")
+    assert small(torch.ones(2, 6, 10, 11, dtype=torch.bool)).shape == (2, small.num_features)
 
 
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])

@@ -112,9 +112,7 @@ def test_the_run_directory(script, tmp_path):
     model = result.model
     assert model["global_step"] == 2048 and model["args"].items() <= config["args"].items()
     assert model["args"]["seed"] == 3 and "run_dir" not in model["args"]
-    agent = module.Agent(
-        module.gym.spaces.Box(-1, 1, (4,), np.float32), module.gym.spaces.Discrete(2), channels_first=False
-    )
+    agent = module.Agent(module.gym.spaces.Box(-1, 1, (4,), np.float32), module.gym.spaces.Discrete(2))
     agent.load_state_dict(model["agent"])  # no `module.` prefixes
 
 
@@ -141,7 +139,7 @@ def test_the_run_directory_of_replay_scripts(script, tmp_path):
     spaces = envs.single_observation_space, envs.single_action_space
     envs.close()
     if script == "dqn_ddp.py":
-        networks = {name: module.QNetwork(spaces[0], 2, False, False) for name in ("q_network", "target_network")}
+        networks = {name: module.QNetwork(spaces[0], 2, False) for name in ("q_network", "target_network")}
     else:
         actor, critics = module.Actor(*spaces, torch.device("cpu")), module.Critics(*spaces)
         networks = {"actor": actor, "critics": critics, "critics_target": critics}

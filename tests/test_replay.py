@@ -66,8 +66,8 @@ def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.
         terminations, truncations, final_obs = rng.random(n) < end, rng.random(n) < end, rng.normal(size=(n, 2))
         for buffer in buffers:
             e = buffer.world.here(n)
-            ends, infos = terminations[e] | truncations[e], {"final_obs": final_obs[e]}
-            buffer.add(actions[e], rewards[e], terminations[e], truncations[e], next_obs[e], infos, ends)
+            infos = {"final_obs": final_obs[e], "episode_ended": terminations[e] | truncations[e]}
+            buffer.add(actions[e], rewards[e], terminations[e], truncations[e], next_obs[e], infos)
 
 
 @pytest.mark.parametrize("alpha, n_step", [(0.0, 1), (0.0, 3), (0.6, 1), (0.6, 3)])
@@ -145,21 +145,20 @@ def test_exponent_zero_is_uniform():
 def test_stacks_are_those_of_the_real_atari_environment():
     """Pong and Breakout, lost lives and resets among them: what is rebuilt is what the environment gave, by pixel."""
     from common.environments import TRAINING, make_envs
-    from common.episodes import EpisodeStatistics
 
     envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=True)
     space, rng = envs.single_observation_space, np.random.default_rng(0)
     buffer = ReplayBuffer(240, 2, FakeWorld(0, 1), space, (), np.int64, stack=4)
-    obs, statistics, seen = envs.start(), EpisodeStatistics(envs.shards), []
+    obs, seen = envs.start(), []
     buffer.start(obs)
     lives, games = 0, 0
     for _ in range(700):
         seen.append(obs.copy())
         actions = rng.integers(0, 4, 2)
         obs, rewards, terminations, truncations, infos = envs.step(actions)
-        ended = statistics.step(rewards, terminations | truncations, infos)
+        ended = infos["episode_ended"]
         lives, games = lives + (terminations & ~ended).sum(), games + ended.sum()
-        buffer.add(actions, rewards, terminations, truncations, obs, infos, ended)
+        buffer.add(actions, rewards, terminations, truncations, obs, infos)
         seen_now = len(seen)
         if seen_now % 50 == 0:
             for env in (0, 1):
@@ -168,6 +167,31 @@ def test_stacks_are_those_of_the_real_atari_environment():
                 np.testing.assert_array_equal(rebuilt, np.stack([seen[t][env] for t in times]))
     envs.close()
     assert lives > 4 and games > 1
+
+
+def test_images_as_they_lie_in_memory():
+    """Whether simulators give channels first or last, observations are the same, also those of a checkpoint."""
+    rng, space = np.random.default_rng(0), gym.spaces.Box(0, 255, (3, 6, 5), np.uint8)
+    first, last, restored = (
+        ReplayBuffer(24, 2, FakeWorld(0, 1), space, (), np.int64, channels_last=flag) for flag in (False, True, True)
+    )
+    for step in range(20):
+        obs, final_obs = (np.moveaxis(rng.integers(0, 256, (2, 6, 5, 3), np.uint8), -1, 1) for _ in range(2))
+        for buffer in (first, last):
+            if step == 0:
+                buffer.start(obs)
+            truncations = np.array([step % 5 == 4, False])
+            infos = {"final_obs": final_obs, "episode_ended": truncations}
+            buffer.add(np.zeros(2), np.zeros(2), np.zeros(2, bool), truncations, obs, infos)
+    restored.load_state_dict(last.state_dict())
+    for array, copy in zip(last.pieces(0), restored.pieces(0), strict=True):
+        assert array.flags.c_contiguous and copy.flags.c_contiguous
+        copy[:] = array
+    assert last.observed.strides[2] < last.observed.strides[-1] and len(last.final_obs) == 3
+    batches = [buffer._batch(np.arange(24), np.arange(24), np.ones(24), CPU) for buffer in (first, last, restored)]
+    for batch in batches[1:]:
+        assert batch.obs.equal(batches[0].obs) and batch.next_obs.equal(batches[0].next_obs)
+    assert batches[0].next_obs.float().std() > 50
 
 
 def test_frequencies_follow_priorities():
@@ -215,9 +239,9 @@ def test_against_a_slow_reference(data, n_step, capacity, stack):
             window = final
         reward = float(step + 1)
         history.append((before, reward, terminated, truncated, final, list(window)))
-        infos = {"final_obs": obs(final)}
+        infos = {"final_obs": obs(final), "episode_ended": np.array([reset])}
         flags = [np.array([flag]) for flag in (terminated, truncated)]
-        buffer.add(np.array([step]), np.array([reward]), *flags, obs(window), infos, np.array([reset]))
+        buffer.add(np.array([step]), np.array([reward]), *flags, obs(window), infos)
 
     expected = {}
     for t in range(max(0, len(history) - capacity), len(history)):
@@ -262,9 +286,9 @@ def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_m
         buffer.start(np.zeros((n, 2)))
         for step in range(steps):
             truncations = np.arange(n) < 2 if step < until else np.zeros(n, bool)
-            infos = {"final_obs": np.full((n, 2), float(step))}
+            infos = {"final_obs": np.full((n, 2), float(step)), "episode_ended": truncations}
             no = np.zeros(n, bool)
-            buffer.add(np.zeros(n, np.int64), np.ones(n), no, truncations, np.zeros((n, 2)), infos, truncations)
+            buffer.add(np.zeros(n, np.int64), np.ones(n), no, truncations, np.zeros((n, 2)), infos)
         return buffer
 
     buffer = filled(5_000)

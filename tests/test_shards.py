@@ -143,7 +143,7 @@ def test_shards_that_do_not_fit_the_processes_are_refused(world_size, shards, sa
     for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(BadInput, match=f"^--shards {shards}: must be {said}"):
-        ppo_ddp.World(False, shards)
+        World(False, shards)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ppo_ddp
-from runs import assert_close, finish, run, start
+from runs import assert_close, finish, run, same_run, start
 
 SMALL = "--num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 4 --save-model"
 
@@ -42,6 +42,25 @@ def test_dqn_learns_cartpole(tmp_path):
     flags += " --total-timesteps 30000 --exploration-fraction 0.3 --eval-every 4000 --eval-episodes 10"
     result = run("dqn_ddp.py", 2, f"{flags} --stop-at-return 120", tmp_path / "run", dtype="float32")
     assert result.column("eval/episodic_return")[-1] >= 120
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_ddp.py", "--num-steps 32 --num-minibatches 2 --update-epochs 1"),
+        ("ppg_ddp.py", "--num-steps 32 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 2 --shards 2"),
+        ("dqn_ddp.py", "--buffer-size 200 --batch-size 16 --learning-starts 100 --prioritized --checkpoint-every 300"),
+    ],
+)
+def test_images_of_either_order_are_the_same_pixels(script, flags, tmp_path):
+    """A user's environment may give (height, width, channels) or (channels, height, width): the same bytes."""
+    options = '{"shape":[12,9,4],"dtype":"uint8","actions":[3,0],"end":0.1,"cut":0.1}'
+    flags += f" --total-timesteps 512 --eval-every 256 --eval-episodes 2 --save-model --env-kwargs {options}"
+    last, first = (
+        run(script, 1, f"--env-id tests.envs:{name}-v0 {flags}", tmp_path / name, dtype="float32")
+        for name in ("Drawn", "TurnedDrawn")
+    )
+    assert same_run(last, first) == "" and last.column("charts/episodes")[-1] > 0
 
 
 @pytest.mark.slow
@@ -102,7 +121,7 @@ def test_atari_runs_on_two_ranks(tmp_path):
     torch.manual_seed(1)
     torch.randint(2**62, ())  # as `train` draws
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    start = ppo_ddp.Agent(space, gym.spaces.Discrete(6), channels_first=True).state_dict()
+    start = ppo_ddp.Agent(space, gym.spaces.Discrete(6)).state_dict()
     moved = {name: (x - start[name]).abs().max().item() for name, x in result.model["agent"].items()}
     assert all(0 < distance < 0.01 for distance in moved.values()), moved
 

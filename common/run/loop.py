@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from common.distributed import World
-from common.environments import Environments
-from common.episodes import EpisodeStatistics, episode_row, evaluate
+from common.environments import Environments, EpisodeStatistics
+from common.episodes import episode_row, evaluate
 from common.errors import BadInput
 from common.run.arguments import RunArgs
 from common.run.checkpoint import Checkpoints, load_model
@@ -38,11 +38,8 @@ class Run:
     boundary's, in transitions of all processes. Every process must call each method.
     """
 
-    def __init__(
-        self, args: RunArgs, world: World, envs: Environments, eval_envs: Environments | None, logger: Logger
-    ) -> None:
-        self.args, self.world, self.device, self.logger = args, world, world.device, logger
-        self.envs, self.eval_envs = envs, eval_envs
+    def __init__(self, args: RunArgs, envs: Environments, logger: Logger) -> None:
+        self.args, self.envs, self.world, self.device, self.logger = args, envs, envs.world, envs.world.device, logger
         self.state: dict[str, Any] = {}
         self.replay = None
         self.global_step, self.last_step, self.restart = 0, 0, True
@@ -132,7 +129,7 @@ class Run:
 
     def _evaluate(self, global_step: int, act: Act) -> float:
         """Play and log the evaluation -> its mean return."""
-        row = evaluate(act, self.eval_envs, self.args.eval_episodes, self.world)  # collective
+        row = evaluate(act, self.envs.evaluation, self.args.eval_episodes, self.world)  # collective
         if not self.world.stop:  # which cuts it short
             self.logger.log(global_step, row)
         return row["eval/episodic_return"]
@@ -180,12 +177,11 @@ class Means:
 
 
 @contextmanager
-def open_run(
-    args: RunArgs, file: str, columns: tuple[str, ...], world: World, envs: Environments, eval_envs: Environments | None
-) -> Iterator[Run]:
+def open_run(args: RunArgs, file: str, columns: tuple[str, ...], envs: Environments) -> Iterator[Run]:
     """Open the run directory and the process group; call what trains inside, as a function of its own.
 
     (Its DDP modules must be gone when the process group ends.)
     """
-    with Logger(args, file, columns, world, eval_envs) as logger, world.process_group(args.timeout):
-        yield Run(args, world, envs, eval_envs, logger)
+    world = envs.world
+    with Logger(args, file, columns, world, envs.evaluation) as logger, world.process_group(args.timeout):
+        yield Run(args, envs, logger)
