@@ -46,7 +46,6 @@ from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Json, Norm, Positive, Rate, RunArgs, Whole, command_line
 from common.run.launch import launch
 from common.run.loop import Means, Run, crossed, open_run
-from common.shards import per_shard
 
 
 @dataclass
@@ -206,7 +205,7 @@ def collect(
         # all environments' noise is drawn on every rank, each takes its own
         if step == first_step or step % NOISE_STEPS == 0:
             noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
-            q_values = per_shard(acting.refresh(obs), envs.shards, run.world)
+            q_values = acting.refresh(obs)
         progress = step * args.num_envs / max(1.0, args.exploration_fraction * run.last_step)
         epsilon = linear_schedule(args.start_e, args.end_e, progress)
         explore, choice = noise[step % NOISE_STEPS]
@@ -300,7 +299,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         return stats
 
     update = graphed(args.cuda_graphs, world, update, optimizer)
-    acting = Acting(q_network, device, run.logger.note, graphed(args.cuda_graphs, world, q_network))
+    acting = Acting(q_network, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, q_network))
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""

@@ -61,7 +61,7 @@ from common.normalization import RunningMoments, discounted_returns, standardize
 from common.run.arguments import Count, Fraction, Json, Norm, Positive, RunArgs, Weight, Whole, command_line
 from common.run.launch import launch
 from common.run.loop import Run, open_run
-from common.shards import per_shard, to_tensor
+from common.shards import to_tensor
 
 Normalized = Callable[[np.ndarray], np.ndarray]
 Input = Callable[[np.ndarray], torch.Tensor]
@@ -389,7 +389,7 @@ def collect(
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.here(args.num_envs)].numpy()
         final_obs = {}  # of truncated episodes, by step and environment
-        policy = per_shard(acting.refresh(normalized(next_obs)), shards, run.world)
+        policy = acting.refresh(normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
@@ -591,7 +591,7 @@ def train(args: Args, run: Run) -> None:
     def network_input(raw: np.ndarray) -> torch.Tensor:
         return to_tensor(normalized(raw), device)
 
-    acting = Acting(agent, device, run.logger.note, graphed(args.cuda_graphs, world, agent))
+    acting = Acting(agent, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, agent))
 
     def act(raw: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""

@@ -45,7 +45,6 @@ from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Json, Period, Positive, Rate, RunArgs, Threads, Whole, command_line
 from common.run.launch import launch
 from common.run.loop import Means, Run, crossed, open_run
-from common.shards import per_shard
 
 
 @dataclass
@@ -236,7 +235,7 @@ def collect(
         uniform = step * args.num_envs < args.learning_starts
         noise = (torch.rand if uniform else torch.randn)(args.num_envs, d, generator=generator)[local_envs]
         if step == first_step or step % 64 == 0:  # now and then compared with the actor
-            policy = per_shard(acting.refresh(obs, noise.numpy()), envs.shards, run.world)
+            policy = acting.refresh(obs, noise.numpy())
         if uniform:
             actions = (actor.bias + actor.scale * (2 * noise.to(run.device) - 1)).cpu().numpy()
         else:
@@ -353,7 +352,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     critic_update = graphed(args.cuda_graphs, world, critic_update, q_optimizer)
     actor_update = graphed(args.cuda_graphs, world, actor_update, actor_optimizer)
-    acting = Acting(actor, device, run.logger.note)
+    acting = Acting(actor, world, envs.shards, run.logger.note)
 
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
         """Normal noise for the whole batch, drawn on every rank; each takes that of its places in the batch."""
@@ -363,7 +362,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
         noise = np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype)
-        policy = acting.derived or acting.refresh(obs, noise)
+        policy = acting.derived or acting.choose(obs, noise)
         return policy(obs, noise)
 
     means = Means(world)
