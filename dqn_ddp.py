@@ -196,7 +196,7 @@ def collect(
     args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator
 ) -> Iterator[tuple[EpisodeStatistics, float]]:
     """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes and epsilon."""
-    envs, local_envs = run.envs, run.world.here(args.num_envs)
+    envs, local_envs = run.envs, run.world.local_slice(args.num_envs)
     num_actions = int(envs.single_action_space.n)
     obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
     rb.start(obs)
@@ -278,7 +278,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     loss_fn = TDLoss(q_network, args.loss == "huber", world.num_shards / args.batch_size)
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
+    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
 

@@ -226,7 +226,7 @@ def collect(
     args: Args, run: Run, rb: ReplayBuffer, actor: Actor, acting: Acting, generator: torch.Generator
 ) -> Iterator[EpisodeStatistics]:
     """Start all environments anew; then, at each turn, store a vector step in `rb`; yields the episodes."""
-    envs, d, local_envs = run.envs, len(actor.scale), run.world.here(args.num_envs)
+    envs, d, local_envs = run.envs, len(actor.scale), run.world.local_slice(args.num_envs)
     obs, episodes = run.start_environments(), EpisodeStatistics(envs.shards)
     rb.start(obs)
     first_step = run.global_step // args.num_envs
@@ -318,8 +318,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     critic_loss_fn, actor_loss_fn = CriticLoss(critics, scale), ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP: hooks `forward` and nothing else, so it wraps the losses; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.wraps else critic_loss_fn  # collective
-    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.wraps else actor_loss_fn  # collective
+    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.uses_ddp else critic_loss_fn  # collective
+    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.uses_ddp else actor_loss_fn  # collective
     run.average_gradients(ddp_critic_loss)
     run.average_gradients(ddp_actor_loss)
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's

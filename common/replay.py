@@ -60,7 +60,7 @@ class ReplayBuffer:
         alpha: float = 0.0,
         repeats_first: bool = False,
     ) -> None:
-        here = world.here(num_envs)
+        here = world.local_slice(num_envs)
         self.world, self.n_step, self.gamma, self.stack, self.alpha = world, n_step, gamma, stack, alpha
         self.repeats_first = repeats_first
         self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
