@@ -1,8 +1,8 @@
 """Acting on a few observations: what a module's `forward` computes, translated from its own code to numpy.
 
-On a few observations torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and records
-each operation; a plain Python function then does the same in numpy, or in torch on numpy's memory. Parameters are read
-where they are, so an optimiser's step is seen at once. If an operation has no translation, the module itself acts.
+On a few observations torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and
+records each operation; a plain Python function then does the same in numpy, or in torch on numpy's memory. It reads
+the parameters' own memory, so it sees an optimiser's step at once. If an operation has no translation, the module acts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from common.shards import per_shard, to_tensor
 class Acting:
     """Computes on arrays what a module's `forward` computes on tensors; of several results, the first.
 
-    `derived` is the translation to numpy, or None. If there is none, the module acts, and `note` prints one line that
-    says why. On images the module always acts, and nothing is printed. `shards` are the rows of each shard in an array.
+    `derived` is the translation to numpy, or None: then the module acts, and `note` prints one line that says why. On
+    images the module always acts, and nothing is printed. `shards`: each shard's slice of this process's environments.
     `forward`, if given, is called in the module's place: a CUDA graph of it, for instance.
     """
 
@@ -42,16 +42,16 @@ class Acting:
             return first_result(self.forward(*(to_tensor(x, self.world.device) for x in inputs))).cpu().numpy()
 
     def refresh(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
-        """Returns the function that acts, shard by shard, until the next call, compared with the module on `inputs`.
+        """Returns the function that acts for all environments here, after a comparison with the module on `inputs`.
 
-        Call this before each rollout, or every few hundred steps, and `copy_parameters` after updates, which a GPU
-        needs. Raises `Fault` if the two differ by more than rounding: then `forward` reads a number that changes and
-        that is no attribute.
+        Call this before each rollout, or every few hundred steps, and `copy_parameters` after updates (for a GPU).
+        Raises `Fault` if the two differ by more than rounding: then `forward` reads a number that changes and that is
+        no attribute.
         """
         return per_shard(self.choose(*inputs), self.shards, self.world)
 
     def choose(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
-        """The translation, made again if an attribute of the module has changed; the module if there is none."""
+        """What acts on one shard: the translation, made again if an attribute has changed, or the module."""
         if any(x.ndim > 2 for x in inputs):
             return self.network
         attributes, kind = [snapshot(vars(part)) for part in self.module.modules()], type(self.module).__name__
@@ -85,7 +85,7 @@ INTERNAL -= {"_forward_hooks", "_forward_pre_hooks"}
 
 
 def snapshot(value: Any) -> Any:
-    """What an attribute is, to be compared later: numbers by value, tensors by address, all else by identity."""
+    """An attribute's state, to be compared later: numbers by value, tensors by address, else the identity."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -99,7 +99,8 @@ class Unknown(Exception):
     """What has no translation, and the layer that it is in."""
 
     def __init__(self, what: str, layers: Iterable[tuple[str, type]] = ()) -> None:
-        super().__init__(what + "".join(f", in {kind.__name__} {path}".rstrip() for path, kind in list(layers)[-1:]))
+        innermost = list(layers)[-1:]
+        super().__init__(what + "".join(f", in {kind.__name__} {path}".rstrip() for path, kind in innermost))
 
 
 class Tracer(fx.Tracer):
@@ -123,7 +124,7 @@ class Tracer(fx.Tracer):
 
 
 def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Callable, Callable[[], Any]]:
-    """Returns `forward` as a function of arrays, and what copies its parameters again. Raises what says why not."""
+    """Returns `forward` as a function of arrays, and a function that copies its parameters; or raises `Unknown`."""
     for name, part in module.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
             raise Unknown("a hook or a parametrization", [(name, type(part))])
@@ -150,8 +151,8 @@ def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Ca
     return compiled(graph, names, num_inputs), copy_parameters
 
 
-def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[np.ndarray], Callable[[], Any]]:
-    """Returns tensors as arrays, and what updates these: nothing on a CPU (same memory), one transfer from a GPU."""
+def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[np.ndarray], Callable]:
+    """Returns tensors as arrays, and a function that updates these: a CPU's share memory, a GPU's are copied."""
     if device.type == "cpu":
         return [x.numpy() for x in tensors], lambda: None
     copy = torch.cat([x.reshape(-1) for x in tensors]).cpu()
@@ -163,14 +164,14 @@ def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[n
 
 
 def compiled(graph: fx.Graph, names: dict[str, Any], num_inputs: int) -> Callable[..., np.ndarray]:
-    """Returns the first result of a graph as one Python function, without the operations that it does not need."""
+    """Returns a Python function for the first result of a graph, without the operations that it does not need."""
     *nodes, output = graph.nodes
     inputs = [node.name for node in nodes if node.op == "placeholder"][:num_inputs]
     result = first_result(output.args[0])
     needed, lines = {result}, [f"return {result!r}"]  # from the last line to the first
     for node in reversed(nodes):
         operation = getattr(node.target, "__name__", node.target)
-        if node.op.startswith("call") and (node in needed or operation.endswith("_")):  # `add_` changes what others use
+        if node.op.startswith("call") and (node in needed or operation.endswith("_")):  # in place, like `add_`
             last_used = [x for x in node.all_input_nodes if x not in needed]
             needed.update(last_used)
             lines += [f"del {x}" for x in last_used if x.op.startswith("call")]
@@ -220,8 +221,9 @@ def chunk(x: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
 
 
 # by torch's names; what is in none of these has no translation
-OPERATORS = fx.graph.magic_methods | {"pow": "({}) ** {}", "to": "{}.astype({}, copy=False)"}  # add: "{} + {}", ...
-NUMPY = {name: getattr(np, name) for name in ("abs", "cos", "exp", "log", "sin", "sqrt", "square", "tanh")} | {
+OPERATORS = fx.graph.magic_methods  # such as "add": "{} + {}"
+OPERATORS = OPERATORS | {"pow": "({}) ** {}", "to": "{}.astype({}, copy=False)"}
+NUMPY = {name: getattr(np, name) for name in "abs cos exp log sin sqrt square tanh".split()} | {
     "linear": lambda x, weight, bias=None: x @ weight.T + (0.0 if bias is None else bias),
     "relu": lambda x, inplace=False: np.maximum(x, 0.0, out=x if inplace else None),
     "clamp": lambda x, min=None, max=None: np.clip(x, min, max),
@@ -236,4 +238,4 @@ NUMPY = {name: getattr(np, name) for name in ("abs", "cos", "exp", "log", "sin",
 }
 TORCH = """elu silu gelu mish leaky_relu hardtanh softplus sigmoid softmax log_softmax layer_norm rms_norm
     amax amin max min maximum minimum std var logsumexp where erf log1p expm1 detach clone contiguous
-    expand split unbind flatten view reshape squeeze unsqueeze transpose permute""".split()  # on the arrays' memory
+    expand split unbind flatten view reshape squeeze unsqueeze transpose permute""".split()  # torch on that memory

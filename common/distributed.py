@@ -1,7 +1,7 @@
 """The ranks, their process group, and the packed collective in which they meet.
 
 One `World` serves torchrun and plain `python` (a process group of one). At every boundary of a run (iteration,
-auxiliary epoch, evaluation) all ranks call `World.gather`, which also shares stop requests and feeds the watchdog.
+auxiliary epoch, evaluation) all ranks call `World.gather`; it also shares stop requests and feeds the watchdog.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from common.watchdog import GRACE, Watchdog, end_with_parent
 class World:
     """The ranks of this run, as the launcher's variables say (without them, one rank). Starts nothing.
 
-    Attributes: `rank` (global), `local_rank`, `world_size`, `local_world_size`, `cores` (of this rank), `device`;
-    `sharded` (whether --shards is set), `num_shards` (without --shards, the world size), `shards` (the numbers of this
-    rank's); `uses_ddp` (whether losses need DDP); `nccl` (whether NCCL carries gradients); `stop`: 0, or the signal
-    number that some rank had received by the last `gather`, the same on all ranks.
-    Raises `BadInput` (--shards) unless `shards` and the world size are powers of two, and `shards` the larger.
+    `rank` is global; `cores` are this rank's. `sharded`: whether --shards is set; `num_shards`: without it, the world
+    size; `shards`: the numbers of this rank's. `uses_ddp`: whether losses need DDP; `nccl`: whether NCCL carries
+    gradients. `stop`: 0, or the number of a signal that some rank had received by the last `gather`.
+    Raises `BadInput` (--shards) unless `shards` and the world size are powers of two and `shards` is not less.
     """
 
     def __init__(self, cuda: bool = True, shards: int | None = None) -> None:
@@ -70,9 +69,9 @@ class World:
     def process_group(self, timeout: float) -> Iterator[None]:
         """Open the process group; turn SIGINT and SIGTERM into requests (`stop`); start the watchdog.
 
-        `timeout`: seconds between two boundaries after which this rank prints its stack and ends with code 1.
-        Call what uses DDP as a function inside this block, so that its modules are gone when the block ends: gloo may
-        abort the process if a DDP reducer outlives its group.
+        `timeout`: seconds between two boundaries after which this rank prints its stack and ends with code 1. Inside
+        this block, use DDP only in a function, so that its modules are gone when the block ends: gloo may abort the
+        process if a DDP reducer outlives its group.
         """
         with self.watchdog.watching(timeout):
             if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -150,11 +149,11 @@ class World:
         return table
 
     def gather_shards(self, values: list[np.ndarray] | list[list[float]]) -> np.ndarray:
-        """Gather K numbers of every shard: K for each of this rank's -> (num_shards, K) float64, in their order."""
+        """Gather K numbers of every shard: K for each of this rank's -> (num_shards, K) float64, in order."""
         return self.gather(values).reshape(self.num_shards, -1)  # collective
 
     def reduce(self, sums: list[dict[str, float]], maxima: dict[str, float]) -> dict[str, float]:
-        """One packed collective, by name: `sums`, a dict for each shard here, over all shards; the largest `maxima`."""
+        """By name, in one collective: totals over all shards of `sums` (a dict for each shard here), and `maxima`."""
         parts = [x for part in sums for x in part.values()]
         table = self.gather([*parts, *maxima.values()])  # collective
         totals = table[:, : len(parts)].reshape(self.num_shards, -1).sum(0), table[:, len(parts) :].max(0)
@@ -164,14 +163,14 @@ class World:
 def attempt_name(store: dist.Store, rank: int, world_size: int, deadline: float) -> str:
     """Meet the other ranks in a launcher's store -> a name that they share and no earlier attempt had.
 
-    A launcher keeps its store over restarts, with the keys of attempts that died, and the launchers of several nodes
-    may have counted other numbers of restarts. So each rank calls with a random word of its own, and rank 0 answers
-    the latest call of each rank with its own word, the name, until all have taken it.
+    A launcher keeps its store over restarts, with the keys of attempts that died, and launchers of several nodes may
+    count restarts differently. So each rank calls with a random word of its own, and rank 0 answers the latest call
+    of each rank with its own word, the name, until all have taken it.
     Raises `TimeoutError` if they do not meet before `deadline`, a time of `time.monotonic`.
     """
     word = secrets.token_hex(8)
 
-    def wait(key: str, until: float) -> None:  # the store's own prints complaints, and hangs when no time is left
+    def wait(key: str, until: float) -> None:  # the store's own prints complaints, and hangs at the end
         while not store.check([key]) and time.monotonic() < until:
             time.sleep(0.01)
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
 """Shards: the parts of an experiment whose arithmetic is the same on any number of processes.
 
 Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them; a
-process holds neighbouring shards. What rounds differently in another shape is computed for each shard alone. What is
-summed over shards is summed in one order: gradients along a binary tree (here), all else as a table with a line for
-each shard (`World.gather_shards`). Without `--shards` each process is one shard, and DDP averages the gradients.
+process holds neighbouring shards. Arithmetic that rounds differently in another shape is done for each shard alone.
+Sums over shards have one order: gradients are added along a binary tree (here), all else along a table of all shards
+(`World.gather_shards`). Without `--shards` each process is one shard, and DDP averages the gradients.
 """
 
 from collections import defaultdict
@@ -42,18 +42,18 @@ def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: W
 
 
 def average_over_shards(loss: nn.Module, world: World) -> None:
-    """With `--shards`, let DDP average the gradients of a wrapped `loss` over all shards; otherwise over processes.
+    """Let DDP average the gradients of a wrapped `loss` over all shards with `--shards`, otherwise over processes.
 
-    Each shard of this process has its own backward, with gradients zeroed before it. Gradients are valid only after the
-    last shard's backward. They are added along a binary tree over the shards' numbers; its upper levels are exchanges
-    between two processes, since a + b and b + a are the same bits.
+    Each shard of this process has its own backward, with gradients zeroed before it. Gradients are valid only after
+    the last shard's backward. They are added along a binary tree over the shards' numbers; its upper levels are
+    exchanges between two processes, since a + b and b + a are the same bits.
     Raises `BadInput` for a module that would make the result depend on the number of processes.
     """
     if world.uses_ddp:
         require_same_on_any_process(loss)
     if not world.sharded:
         return
-    earlier = defaultdict(list)  # gradients of earlier backwards: by parameter, because DDP lays its buckets out anew
+    earlier = defaultdict(list)  # gradients of this step's earlier shards; by parameter, since DDP rearranges buckets
 
     def hook(_, bucket):
         buffer, future = bucket.buffer(), torch.futures.Future()
