@@ -44,7 +44,6 @@ from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
 from common.run.loop import Means, Run, crossed, open_run
-from common.shards import per_shard
 
 
 @dataclass
@@ -189,7 +188,7 @@ NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 
 def collect(args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator) -> Iterator[float]:
     """Start all environments anew; then, at each turn, store a vector step in `rb`; yields epsilon."""
-    envs, local_envs = run.envs, run.world.here(args.num_envs)
+    envs, local_envs = run.envs, run.world.local_slice(args.num_envs)
     num_actions = int(envs.single_action_space.n)
     obs = run.start_environments()
     rb.start(obs)
@@ -198,7 +197,7 @@ def collect(args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: t
         # all environments' noise is drawn on every rank, each takes its own
         if step == first_step or step % NOISE_STEPS == 0:
             noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
-            q_values = per_shard(acting.refresh(obs), envs.shards, run.world)
+            q_values = acting.refresh(obs)
         progress = step * args.num_envs / max(1.0, args.exploration_fraction * run.last_step)
         epsilon = linear_schedule(args.start_e, args.end_e, progress)
         explore, choice = noise[step % NOISE_STEPS]
@@ -268,7 +267,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     loss_fn = TDLoss(q_network, args.loss == "huber", world.num_shards / args.batch_size)
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
+    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
@@ -289,7 +288,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         return stats
 
     update = graphed(args.cuda_graphs, world, update, optimizer)
-    acting = Acting(q_network, device, run.logger.note, graphed(args.cuda_graphs, world, q_network))
+    acting = Acting(q_network, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, q_network))
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""

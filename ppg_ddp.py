@@ -55,13 +55,13 @@ from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
 from common.episodes import episode_row
 from common.errors import BadInput, require_divisor
-from common.graphs import given, graphed
+from common.graphs import as_graph_input, graphed
 from common.machine import require_memory
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
 from common.run.loop import Run, open_run
-from common.shards import per_shard, to_tensor
+from common.shards import to_tensor
 
 Normalized = Callable[[np.ndarray], np.ndarray]
 Input = Callable[[np.ndarray], torch.Tensor]
@@ -383,9 +383,9 @@ def collect(
     for obs in itertools.cycle(phase_obs):
         # all environments' noise is drawn on every rank, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
-        noise = noise[:, run.world.here(args.num_envs)].numpy()
+        noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
         final_obs = {}  # of truncated episodes, by step and environment
-        policy = per_shard(acting.refresh(normalized(next_obs)), shards, run.world)
+        policy = acting.refresh(normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
@@ -538,9 +538,9 @@ def train(args: Args, run: Run) -> None:
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     # two wrappers over the same networks, each of exactly what its loss uses; `static_graph` would break the pair
     options = {"gradient_as_bucket_view": True}
-    ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
+    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
-    ddp_aux_loss = DDP(aux_loss_fn, **options) if world.wraps else aux_loss_fn  # collective
+    ddp_aux_loss = DDP(aux_loss_fn, **options) if world.uses_ddp else aux_loss_fn  # collective
     run.average_gradients(ddp_aux_loss)
 
     def update(minibatches: list[Batch], fraction: float | torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -581,7 +581,7 @@ def train(args: Args, run: Run) -> None:
     def network_input(raw: np.ndarray) -> torch.Tensor:
         return to_tensor(normalized(raw), device)
 
-    acting = Acting(agent, device, run.logger.note, graphed(args.cuda_graphs, world, agent))
+    acting = Acting(agent, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, agent))
 
     def act(raw: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
@@ -594,7 +594,7 @@ def train(args: Args, run: Run) -> None:
             rollouts = batches = aux_batches = None  # or their memory would be there twice
             experience = collect(args, run, agent, acting, generator, normalized)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        lr_fraction = given(fraction, device)  # of all learning rates, as the optimiser takes it
+        lr_fraction = as_graph_input(fraction, device)  # of all learning rates, as the optimiser takes it
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         scale = None
@@ -606,7 +606,7 @@ def train(args: Args, run: Run) -> None:
 
         # update; all environments' random numbers are drawn on every rank, as the noise is
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
-        draws = draws[:, world.here(args.num_envs)]
+        draws = draws[:, world.local_slice(args.num_envs)]
         inds = [minibatch_inds(draws[:, rows], args.num_minibatches).to(device) for rows in envs.shards]
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
@@ -636,7 +636,7 @@ def train(args: Args, run: Run) -> None:
             parts = zip(rollouts, zip(*phase_returns, strict=True), strict=True)
             aux_batches = [aux_batch(args, agent, x, torch.cat(returns), network_input) for x, returns in parts]
             draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
-            draws = draws[:, world.here(args.num_envs)]
+            draws = draws[:, world.local_slice(args.num_envs)]
             aux_inds = [minibatch_inds(draws[:, rows], args.num_aux_minibatches) for rows in envs.shards]
             for aux_epoch in range(args.aux_epochs):
                 for i in range(args.num_aux_minibatches):

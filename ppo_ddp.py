@@ -38,13 +38,13 @@ from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
 from common.episodes import episode_row
 from common.errors import BadInput
-from common.graphs import given, graphed
+from common.graphs import as_graph_input, graphed
 from common.machine import require_memory
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
 from common.run.loop import Run, open_run
-from common.shards import per_shard, to_tensor
+from common.shards import to_tensor
 
 Normalized = Callable[[np.ndarray], np.ndarray]
 Input = Callable[[np.ndarray], torch.Tensor]
@@ -308,9 +308,9 @@ def collect(
     while True:
         # all environments' noise is drawn on every rank, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
-        noise = noise[:, run.world.here(args.num_envs)].numpy()
+        noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
         final_obs = {}  # of truncated episodes, by step and environment
-        policy = per_shard(acting.refresh(normalized(next_obs)), shards, run.world)
+        policy = acting.refresh(normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
@@ -436,7 +436,7 @@ def train(args: Args, run: Run) -> None:
         loss_fn.compile()
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_loss = DDP(loss_fn, **options) if world.wraps else loss_fn  # collective
+    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
 
     def update(minibatches: list[Batch], fraction: float | torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -461,7 +461,7 @@ def train(args: Args, run: Run) -> None:
     def network_input(raw: np.ndarray) -> torch.Tensor:
         return to_tensor(normalized(raw), device)
 
-    acting = Acting(agent, device, run.logger.note, graphed(args.cuda_graphs, world, agent))
+    acting = Acting(agent, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, agent))
 
     def act(raw: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
@@ -473,7 +473,7 @@ def train(args: Args, run: Run) -> None:
             rollouts = batches = None  # or their memory would be there twice
             experience = collect(args, run, agent, acting, generator, normalized)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        lr_fraction = given(fraction, device)  # of all learning rates, as the optimiser takes it
+        lr_fraction = as_graph_input(fraction, device)  # of all learning rates, as the optimiser takes it
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         scale = None
@@ -485,7 +485,7 @@ def train(args: Args, run: Run) -> None:
 
         # update; all environments' random numbers are drawn on every rank, as the noise is
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
-        draws = draws[:, world.here(args.num_envs)]
+        draws = draws[:, world.local_slice(args.num_envs)]
         inds = [minibatch_inds(draws[:, rows], args.num_minibatches).to(device) for rows in envs.shards]
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":

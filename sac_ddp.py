@@ -42,7 +42,6 @@ from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
 from common.run.loop import Means, Run, crossed, open_run
-from common.shards import per_shard
 
 
 @dataclass
@@ -202,7 +201,7 @@ def collect(
     args: Args, run: Run, rb: ReplayBuffer, actor: Actor, acting: Acting, generator: torch.Generator
 ) -> Iterator[None]:
     """Start all environments anew; then, at each turn, store a vector step in `rb`."""
-    envs, d, local_envs = run.envs, len(actor.scale), run.world.here(args.num_envs)
+    envs, d, local_envs = run.envs, len(actor.scale), run.world.local_slice(args.num_envs)
     obs = run.start_environments()
     rb.start(obs)
     first_step = run.global_step // args.num_envs
@@ -211,7 +210,7 @@ def collect(
         uniform = step * args.num_envs < args.learning_starts
         noise = (torch.rand if uniform else torch.randn)(args.num_envs, d, generator=generator)[local_envs]
         if step == first_step or step % 64 == 0:  # now and then compared with the actor
-            policy = per_shard(acting.refresh(obs, noise.numpy()), envs.shards, run.world)
+            policy = acting.refresh(obs, noise.numpy())
         if uniform:
             actions = (actor.bias + actor.scale * (2 * noise.to(run.device) - 1)).cpu().numpy()
         else:
@@ -291,8 +290,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     critic_loss_fn, actor_loss_fn = CriticLoss(critics, scale), ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP: hooks `forward` and nothing else, so it wraps the losses; acting and targets use the bare networks
     options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.wraps else critic_loss_fn  # collective
-    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.wraps else actor_loss_fn  # collective
+    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.uses_ddp else critic_loss_fn  # collective
+    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.uses_ddp else actor_loss_fn  # collective
     run.average_gradients(ddp_critic_loss)
     run.average_gradients(ddp_actor_loss)
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
@@ -325,7 +324,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     critic_update = graphed(args.cuda_graphs, world, critic_update, q_optimizer)
     actor_update = graphed(args.cuda_graphs, world, actor_update, actor_optimizer)
-    acting = Acting(actor, device, run.logger.note)
+    acting = Acting(actor, world, envs.shards, run.logger.note)
 
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
         """Normal noise for the whole batch, drawn on every rank; each takes that of its places in the batch."""

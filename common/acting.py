@@ -1,123 +1,110 @@
 """Acting on a few observations: what a module's `forward` computes, translated from its own code to numpy.
 
-On a few rows torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and records each
-operation; numpy then does them, or torch on the same memory, in one plain Python function. Parameters are read where
-they are, so a step of an optimiser is seen at once. What cannot be translated is left to the module itself.
+On a few observations torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and
+records each operation; a plain Python function then does the same in numpy, or in torch on numpy's memory. It reads
+the parameters' own memory, so it sees an optimiser's step at once. If an operation has no translation, the module acts.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 
+from common.distributed import World
 from common.errors import Fault
-from common.shards import to_tensor
+from common.shards import per_shard, to_tensor
 
 
 class Acting:
     """Computes on arrays what a module's `forward` computes on tensors; of several results, the first.
 
-    `derived` is the translation to numpy, or None. If there is none, the module acts, and `note` prints one line that
-    says why. On images the module always acts, and nothing is printed. `forward`, if given, is called in the module's
-    place: a CUDA graph of it, for instance.
+    `derived` is the translation to numpy, or None: then the module acts, and `note` prints one line that says why. On
+    images the module always acts, and nothing is printed. `shards`: each shard's slice of this process's environments.
+    `forward`, if given, is called in the module's place: a CUDA graph of it, for instance.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, note: Callable[[str], None], forward: Callable | None = None
+        self, module: nn.Module, world: World, shards: list[slice], note: Callable, forward: Callable | None = None
     ) -> None:
-        self.module, self.device, self.note, self.forward = module, device, note, forward or module
-        self.derived, self.copy_parameters, self.attributes, self.reason = None, nothing, None, ""
+        self.module, self.world, self.shards, self.forward = module, world, shards, forward or module
+        self.note = functools.cache(note)  # each reason once
+        self.derived, self.copy_parameters, self.attributes = None, lambda: None, None
 
     def network(self, *inputs: np.ndarray) -> np.ndarray:
         """The module itself, on its device: arrays (n, ...) -> an array (n, ...)."""
         with torch.inference_mode():
-            return first_result(self.forward(*(to_tensor(x, self.device) for x in inputs))).cpu().numpy()
+            return first_result(self.forward(*(to_tensor(x, self.world.device) for x in inputs))).cpu().numpy()
 
     def refresh(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
-        """Returns the function that acts until the next call, compared with the module on `inputs`.
+        """Returns the function that acts for all environments here, after a comparison with the module on `inputs`.
 
-        Call this before each rollout, or every few hundred steps, and `copy_parameters` after updates, which a GPU
-        needs. The module is translated again if a plain attribute of it has changed. Raises `Fault` if the two differ
-        by more than rounding: then `forward` reads a number that changes and that is no attribute.
+        Call this before each rollout, or every few hundred steps, and `copy_parameters` after updates (for a GPU).
+        Raises `Fault` if the two differ by more than rounding: then `forward` reads a number that changes and that is
+        no attribute.
         """
+        return per_shard(self.choose(*inputs), self.shards, self.world)
+
+    def choose(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
+        """What acts on one shard: the translation, made again if an attribute has changed, or the module."""
         if any(x.ndim > 2 for x in inputs):
             return self.network
-        attributes = attributes_of(self.module)
-        if attributes != self.attributes:
-            self.attributes = attributes
-            try:
-                self.derived, self.copy_parameters = derive(self.module, self.device, len(inputs))
-            except Exception as error:
-                self._give_up(error)
-        if self.derived is None:
-            return self.network
-        self.copy_parameters()
-        expected = self.network(*inputs)  # first, so that an error of the module's own is shown as such
+        attributes, kind = [snapshot(vars(part)) for part in self.module.modules()], type(self.module).__name__
         try:
-            result = self.derived(*inputs)
+            if attributes != self.attributes:
+                self.attributes, self.derived = attributes, None
+                self.derived, self.copy_parameters = derive(self.module, self.world.device, len(inputs))
+            if self.derived is None:
+                return self.network
+            self.copy_parameters()
+            expected, result = self.network(*inputs), self.derived(*inputs)
             if (result.shape, result.dtype) != (expected.shape, expected.dtype):
                 raise Unknown(f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}")
-        except Exception as error:
-            self._give_up(error)
+        except Exception as error:  # an error of the module's own comes again when it acts
+            self.note(f"{kind} acts by torch, more slowly than by numpy ({' '.join(str(error).split())})")
+            self.derived, self.copy_parameters = None, lambda: None
             return self.network
         gap, size, *sizes = (np.abs(x).max(initial=0.0) for x in (result - expected, expected, *inputs))
         if gap > 1e-4 * max(size, *sizes):  # False where a network has diverged, which is said elsewhere
-            differs = f"{type(self.module).__name__}.forward differs from its translation, by {gap:.2g} of {size:.2g}"
+            differs = f"{kind}.forward differs from its translation, by {gap:.2g} of {size:.2g}"
             raise Fault(f"{differs}: keep each number that it reads and that changes in an attribute of its module.")
         return self.derived
-
-    def _give_up(self, error: Exception) -> None:
-        self.derived, self.copy_parameters = None, nothing
-        before, self.reason = self.reason, " ".join(str(error).split())
-        if self.reason != before:
-            self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({self.reason})")
-
-
-def nothing() -> None:
-    pass
-
-
-class Unknown(Exception):
-    """The operation that has no translation, and the layer that it is in."""
-
-
-INTERNAL = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
-INTERNAL -= {"_forward_hooks", "_forward_pre_hooks"}
-
-
-def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
-    """All that `forward` may read of its modules, to be compared later: numbers by value, tensors by address."""
-
-    def snapshot(value: Any) -> Any:
-        if isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, torch.Tensor):
-            return value.data_ptr()
-        if isinstance(value, dict):
-            return {name: snapshot(x) for name, x in value.items()}
-        return [snapshot(x) for x in value] if isinstance(value, list | tuple) else id(value)
-
-    parts = map(vars, module.modules())
-    return [{name: snapshot(x) for name, x in part.items() if name not in INTERNAL} for part in parts]
 
 
 def first_result(output: Any) -> Any:
     return output[0] if isinstance(output, list | tuple) else output
 
 
+INTERNAL = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
+INTERNAL -= {"_forward_hooks", "_forward_pre_hooks"}
+
+
+def snapshot(value: Any) -> Any:
+    """An attribute's state, to be compared later: numbers by value, tensors by address, else the identity."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, dict):
+        return {name: snapshot(x) for name, x in value.items() if name not in INTERNAL}
+    return [snapshot(x) for x in value] if isinstance(value, list | tuple) else id(value)
+
+
+class Unknown(Exception):
+    """What has no translation, and the layer that it is in."""
+
+    def __init__(self, what: str, layers: Iterable[tuple[str, type]] = ()) -> None:
+        innermost = list(layers)[-1:]
+        super().__init__(what + "".join(f", in {kind.__name__} {path}".rstrip() for path, kind in innermost))
+
+
 class Tracer(fx.Tracer):
     """Records operations, inside layers too, and every tensor that they read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[str, torch.Tensor] = {}
 
     def is_leaf_module(self, *_: Any) -> bool:
         return False
@@ -131,42 +118,43 @@ class Tracer(fx.Tracer):
     def create_arg(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return super().create_arg(value)
-        self.tensors[f"tensor{id(value)}"] = value
-        return self.create_node("get_attr", f"tensor{id(value)}", (), {})
+        node = self.create_node("get_attr", "tensor", (), {})
+        node.meta["tensor"] = value.detach()
+        return node
 
 
-def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Callable, Callable[[], None]]:
-    """Returns `forward` as a function of arrays, and what copies its parameters again. Raises what says why not."""
+def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Callable, Callable[[], Any]]:
+    """Returns `forward` as a function of arrays, and a function that copies its parameters; or raises `Unknown`."""
     for name, part in module.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
-            raise Unknown(f"a hook or a parametrization, in {type(part).__name__} {name}".rstrip())
-    tracer, before = Tracer(), [(part, dict(vars(part))) for part in module.modules()]
+            raise Unknown("a hook or a parametrization", [(name, type(part))])
     options = list(inspect.signature(module.forward).parameters.values())[num_inputs:]
-    generators = [torch, torch.cuda] if device.type == "cuda" else [torch]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        states = [generator.get_rng_state() for generator in generators]
+    gpus = [device] if device.type == "cuda" else []
+    tracer, attributes = Tracer(), [(part, dict(vars(part))) for part in module.modules()]
+    with torch.random.fork_rng(gpus):
+        states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
         try:
             graph = tracer.trace(module, {option.name: option.default for option in options})
         except Exception as error:
-            raise Unknown(f"{str(error).partition('. ')[0]}{inside(tracer.module_stack)}") from error
+            raise Unknown(str(error).partition(". ")[0], tracer.module_stack.values()) from error
         finally:
-            for part, attributes in before:  # `forward` may have set some
-                vars(part).clear()
-                vars(part).update(attributes)
-        if not all(state.equal(x.get_rng_state()) for state, x in zip(states, generators, strict=True)):
+            for part, before in attributes:  # `forward` may have set some
+                part.__dict__ = before
+        if not all(map(torch.equal, states, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)])):
             raise Unknown("random numbers are drawn")
-    arrays, copy_parameters = arrays_of([x.detach() for x in tracer.tensors.values()], device)
-    return compiled(graph, dict(zip(tracer.tensors, arrays, strict=True)), num_inputs), copy_parameters
+
+    reads = [node for node in graph.nodes if node.op == "get_attr"]
+    arrays, copy_parameters = arrays_of([node.meta["tensor"] for node in reads], device)
+    names = {"torch": np, "device": torch.device, "inf": np.inf, "nan": np.nan}  # numpy has torch's types
+    for node, array in zip(reads, arrays, strict=True):
+        names |= {node.name: array, f"{node}_T": array.T}
+    return compiled(graph, names, num_inputs), copy_parameters
 
 
-def inside(stack: Mapping[str, tuple[str, type]]) -> str:
-    return "".join(f", in {kind.__name__} {path}" for path, kind in list(stack.values())[-1:])
-
-
-def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[np.ndarray], Callable[[], None]]:
-    """Returns tensors as arrays, and what updates these: nothing on a CPU (same memory), one transfer from a GPU."""
+def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[np.ndarray], Callable]:
+    """Returns tensors as arrays, and a function that updates these: a CPU's share memory, a GPU's are copied."""
     if device.type == "cpu":
-        return [x.numpy() for x in tensors], nothing
+        return [x.numpy() for x in tensors], lambda: None
     copy = torch.cat([x.reshape(-1) for x in tensors]).cpu()
     if any(x.dtype != copy.dtype for x in tensors):
         raise Unknown("tensors of several types on a GPU")
@@ -175,47 +163,41 @@ def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[n
     return arrays, lambda: copy.copy_(torch.cat([x.reshape(-1) for x in tensors]))
 
 
-def compiled(graph: fx.Graph, arrays: dict[str, np.ndarray], num_inputs: int) -> Callable[..., np.ndarray]:
-    """Returns the first result of a graph as one Python function, without the operations that it does not need."""
+def compiled(graph: fx.Graph, names: dict[str, Any], num_inputs: int) -> Callable[..., np.ndarray]:
+    """Returns a Python function for the first result of a graph, without the operations that it does not need."""
     *nodes, output = graph.nodes
-    result = first_result(output.args[0])
-    last_use = {result: output}  # of each node that is needed
-    for node in reversed(nodes):
-        if node in last_use:
-            for needed in node.all_input_nodes:
-                last_use.setdefault(needed, node)
     inputs = [node.name for node in nodes if node.op == "placeholder"][:num_inputs]
-    lines, names = [], {"torch": np, "device": torch.device, "inf": math.inf, "nan": math.nan}  # np has torch's types
-    for node in nodes:
-        name = getattr(node.target, "__name__", node.target)
-        if node.op == "get_attr":
-            names |= {node.name: arrays[node.target], f"{node}_T": arrays[node.target].T}
-        elif node.op == "placeholder" or (node not in last_use and not name.endswith("_")):
-            continue  # an operation in place, such as `add_`, is needed in any case; it is not known below
-        elif name == "linear" and len(node.args) == 3 and None not in node.args and node.args[1].op == "get_attr":
-            lines.append("    {} = {} @ {}_T + {}\n".format(node, *node.args))
-        elif name in OPERATORS and not node.kwargs:
-            lines.append(f"    {node} = {OPERATORS[name].format(*map(repr, node.args))}\n")
-        else:
-            names[f"do_{node}"] = translation(node, name)
-            words = [*map(repr, node.args), *(f"{word}={x!r}" for word, x in node.kwargs.items())]
-            lines.append(f"    {node} = do_{node}({', '.join(words)})\n")
-        for used in node.all_input_nodes:
-            if used.op.startswith("call") and last_use[used] is node:
-                lines.append(f"    del {used}\n")
-    exec(f"def function({', '.join(inputs)}):\n{''.join(lines)}    return {result!r}\n", names)
+    result = first_result(output.args[0])
+    needed, lines = {result}, [f"return {result!r}"]  # from the last line to the first
+    for node in reversed(nodes):
+        operation = getattr(node.target, "__name__", node.target)
+        if node.op.startswith("call") and (node in needed or operation.endswith("_")):  # in place, like `add_`
+            last_used = [x for x in node.all_input_nodes if x not in needed]
+            needed.update(last_used)
+            lines += [f"del {x}" for x in last_used if x.op.startswith("call")]
+            lines.append(f"{node} = {expression(node, operation, names)}")
+    exec("\n    ".join([f"def function({', '.join(inputs)}):", *reversed(lines)]), names)
     return names["function"]
 
 
-def translation(node: fx.Node, name: str) -> Callable:
-    """Returns the function on arrays for a node's function on tensors."""
+def expression(node: fx.Node, name: str, names: dict[str, Any]) -> str:
+    """Returns the operation called `name` as Python code, and adds the function that it calls to `names`."""
+    words = [repr(x) for x in node.args]
+    if name == "linear" and len(words) == 3 and None not in node.args and node.args[1].op == "get_attr":
+        return "{} @ {}_T + {}".format(*words)
+    if name in OPERATORS and not node.kwargs:
+        return OPERATORS[name].format(*words)
     if name in NUMPY:
-        return NUMPY[name]
-    if name == "getattr" and node.args[1] in ("dtype", "shape", "ndim"):
-        return getattr
-    if name in TORCH:
-        return on_arrays(getattr(torch.Tensor, name) if node.op == "call_method" else node.target)
-    raise Unknown(f"{name} is not translated{inside(node.meta.get('nn_module_stack', {}))}")
+        function = NUMPY[name]
+    elif name == "getattr" and node.args[1] in ("dtype", "shape", "ndim"):
+        function = getattr
+    elif name in TORCH:
+        function = on_arrays(getattr(torch.Tensor, name) if node.op == "call_method" else node.target)
+    else:
+        raise Unknown(f"{name} is not translated", node.meta.get("nn_module_stack", {}).values())
+    names[f"do_{node}"] = function
+    words += [f"{word}={x!r}" for word, x in node.kwargs.items()]
+    return f"do_{node}({', '.join(words)})"
 
 
 def on_arrays(function: Callable) -> Callable:
@@ -239,10 +221,9 @@ def chunk(x: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
 
 
 # by torch's names; what is in none of these has no translation
-OPERATORS = {"to": "{}.astype({}, copy=False)", "getitem": "{}[{}]", "matmul": "{} @ {}"}
-OPERATORS |= {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "truediv": "{} / {}", "div": "{} / {}"}
-OPERATORS |= {"lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}"}
-NUMPY = {
+OPERATORS = fx.graph.magic_methods  # such as "add": "{} + {}"
+OPERATORS = OPERATORS | {"pow": "({}) ** {}", "to": "{}.astype({}, copy=False)"}
+NUMPY = {name: getattr(np, name) for name in "abs cos exp log sin sqrt square tanh".split()} | {
     "linear": lambda x, weight, bias=None: x @ weight.T + (0.0 if bias is None else bias),
     "relu": lambda x, inplace=False: np.maximum(x, 0.0, out=x if inplace else None),
     "clamp": lambda x, min=None, max=None: np.clip(x, min, max),
@@ -254,13 +235,7 @@ NUMPY = {
     "sum": lambda x, dim=None, keepdim=False: x.sum(dim, keepdims=keepdim),
     "float": lambda x: x.astype(np.float32, copy=False),
     "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
-    "pow": operator.pow,
 }
-NUMPY |= {"abs": np.abs, "cos": np.cos, "exp": np.exp, "log": np.log, "neg": np.negative, "sin": np.sin}
-NUMPY |= {"sqrt": np.sqrt, "square": np.square, "tanh": np.tanh}
-TORCH = {  # what torch does on the arrays' memory
-    *("elu", "silu", "gelu", "mish", "leaky_relu", "hardtanh", "softplus", "sigmoid", "softmax", "log_softmax"),
-    *("layer_norm", "rms_norm", "amax", "amin", "max", "min", "maximum", "minimum", "std", "var", "logsumexp"),
-    *("expand", "split", "unbind", "flatten", "view", "reshape", "squeeze", "unsqueeze"),
-    *("transpose", "permute", "contiguous", "detach", "clone", "where", "erf", "log1p", "expm1"),
-}
+TORCH = """elu silu gelu mish leaky_relu hardtanh softplus sigmoid softmax log_softmax layer_norm rms_norm
+    amax amin max min maximum minimum std var logsumexp where erf log1p expm1 detach clone contiguous
+    expand split unbind flatten view reshape squeeze unsqueeze transpose permute""".split()  # torch on that memory

@@ -1,7 +1,7 @@
 """The ranks, their process group, and the packed collective in which they meet.
 
-One `World` serves torchrun and plain `python` (a process group of one). Every boundary of a run (iteration, auxiliary
-epoch, evaluation) goes through `World.gather`, which also carries stop requests and feeds the watchdog.
+One `World` serves torchrun and plain `python` (a process group of one). At every boundary of a run (iteration,
+auxiliary epoch, evaluation) all ranks call `World.gather`; it also shares stop requests and feeds the watchdog.
 """
 
 from __future__ import annotations
@@ -30,53 +30,48 @@ from common.watchdog import GRACE, Watchdog, end_with_parent
 
 
 class World:
-    """The ranks of this run, read from the launcher's variables (a world of one without them); starts nothing.
+    """The ranks of this run, as the launcher's variables say (without them, one rank). Starts nothing.
 
-    Attributes: `rank` (global), `local_rank`, `world_size`, `local_world_size`, `cores` (for this rank), `device`;
-    `num_shards` (the world size, where not `sharded`), `shards` (the numbers of those here), `wraps` (whether losses
-    need DDP); `nccl` (whether it carries gradients); `stop`: 0, or the signal number that some rank had received by the
-    last `gather`, equal on all ranks.
-    Raises `BadInput` (--shards) unless `shards` and the world size are powers of two, and the first the larger.
+    `rank` is global; `cores` are this rank's. `sharded`: whether --shards is set; `num_shards`: without it, the world
+    size; `shards`: the numbers of this rank's. `uses_ddp`: whether losses need DDP; `nccl`: whether NCCL carries
+    gradients. `stop`: 0, or the number of a signal that some rank had received by the last `gather`.
+    Raises `BadInput` (--shards) unless `shards` and the world size are powers of two and `shards` is not less.
     """
 
     def __init__(self, cuda: bool = True, shards: int | None = None) -> None:
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in os.environ]
-        if missing and not set(names[:2]) <= set(missing):
+        missing = [x for x in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
+        if missing and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
             raise BadInput(f"RANK or WORLD_SIZE is set, but not {' and '.join(missing)}: unset it, or use torchrun.")
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.cores = max(1, cores // self.local_world_size)  # of this rank
+        self.cores = max(1, cores // self.local_world_size)
         self.device = torch.device("cpu")
         if cuda and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
-        self.stop, self.watchdog = 0, Watchdog(self.rank)
         if shards is not None:
-            power = 2 ** (shards.bit_length() - 1)
-            nearest = power if power == shards else f"such as {power} or {2 * power}"
-            require(power == shards, "--shards", shards, f"a power of two, {nearest}")
-            of_processes = self.world_size & (self.world_size - 1) == 0
-            require(of_processes, "--shards", shards, f"left out on {self.world_size} processes, no power of two")
-            require_divisible("--shards", shards, self.world_size, "the number of processes")
+            power, size = 2 ** (shards.bit_length() - 1), self.world_size
+            require(power == shards, "--shards", shards, f"a power of two, such as {power} or {2 * power}")
+            require(size.bit_count() == 1, "--shards", shards, f"left out on {size} processes, no power of two")
+            require_divisible("--shards", shards, size, "the number of processes")
         self.sharded, self.num_shards = shards is not None, shards or self.world_size
-        here = self.num_shards // self.world_size
-        self.shards = range(self.rank * here, (self.rank + 1) * here)
-        self.wraps = self.world_size > 1 or self.sharded
+        self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
+        self.uses_ddp = self.world_size > 1 or self.sharded
+        self.stop, self.watchdog = 0, Watchdog(self.rank)
 
-    def here(self, num: int) -> slice:
-        """The contiguous part of `num` global places (environments) that this rank holds."""
+    def local_slice(self, num: int) -> slice:
+        """Which of `num` things over all ranks (environments, shards) this rank holds."""
         return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
 
     @contextmanager
     def process_group(self, timeout: float) -> Iterator[None]:
-        """Open the process group; make SIGINT and SIGTERM requests (`stop`); watch that boundaries are reached.
+        """Open the process group; turn SIGINT and SIGTERM into requests (`stop`); start the watchdog.
 
-        `timeout`: seconds between two boundaries after which this rank prints its stack and ends with code 1.
-        What uses DDP must run in a function called inside this block, so that its modules are gone when the block ends:
-        gloo may abort the process if a DDP reducer outlives its group.
+        `timeout`: seconds between two boundaries after which this rank prints its stack and ends with code 1. Inside
+        this block, use DDP only in a function, so that its modules are gone when the block ends: gloo may abort the
+        process if a DDP reducer outlives its group.
         """
         with self.watchdog.watching(timeout):
             if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -104,32 +99,28 @@ class World:
             sys.exit(128 + self.stop)
 
     def _init_process_group(self, timeout: float) -> None:
+        store = dist.HashStore()
         if "RANK" in os.environ:
             limit = 0.8 * timeout  # before the watchdog's
             deadline = time.monotonic() + limit
             try:
-                store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit)))
-                store = dist.PrefixStore(attempt_name(store, rank, world_size, deadline), store)
+                store, *_ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit)))
+                store = dist.PrefixStore(attempt_name(store, self.rank, self.world_size, deadline), store)
             except (dist.DistError, TimeoutError) as error:
                 if peer_ended(error) or time.monotonic() < deadline - 1.0:
                     raise
                 hint = "where nodes come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
                 raise Fault(f"the ranks did not meet within --timeout {timeout:g} seconds; {hint}.") from error
-        else:
-            store, rank, world_size = dist.HashStore(), 0, 1
         # NCCL needs a GPU for each rank; gloo carries the small collectives of CPU tensors in any case
-        uuid = torch.cuda.get_device_properties(self.device).uuid if self.device.type == "cuda" else "none"
-        store.set(f"gpu/{rank}", f"{socket.gethostname()}/{uuid}")
-        gpus = [store.get(f"gpu/{r}").decode() for r in range(world_size)]
-        self.nccl = len(set(gpus)) == world_size and not any(gpu.endswith("/none") for gpu in gpus)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.nccl else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=2 * timeout),  # the watchdog, which shows stacks, comes first
-        )
-        if self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        gpu = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self.device).uuid}" if on_gpu else ""
+        store.set(f"gpu/{self.rank}", gpu)
+        gpus = [store.get(f"gpu/{rank}") for rank in range(self.world_size)]
+        self.nccl = all(gpus) and len(set(gpus)) == self.world_size
+        backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
+        limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        if on_gpu:
             torch.cuda.set_device(self.device)
             # graphs are not recorded on the default stream, and what DDP does stays on the stream that it is made on
             torch.cuda.set_stream(torch.cuda.Stream())
@@ -138,7 +129,7 @@ class World:
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
         """Gather one packed vector from every rank: K numbers -> (world_size, K) float64, the same on all ranks.
 
-        Sum over axis 0 for sums and counts, take the maximum for times. Also agrees on `stop` and feeds the watchdog.
+        Sum over axis 0 for sums and counts, take the maximum for times. Also sets `stop`, and feeds the watchdog.
         """
         local = np.append(np.asarray(values, dtype=np.float64), self.watchdog.signum)
         table = local[None]
@@ -151,18 +142,18 @@ class World:
         return table[:, :-1]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather something small from every rank, in the order of ranks. Also feeds the watchdog."""
+        """Gather a small Python object from every rank, in the order of ranks. Also feeds the watchdog."""
         table = [None] * self.world_size
         dist.all_gather_object(table, value)  # collective
         self.watchdog.feed()
         return table
 
-    def gather_shards(self, rows: list[np.ndarray] | list[list[float]]) -> np.ndarray:
-        """Gather K numbers of each shard: a row for each of this rank's -> (num_shards, K) float64, in their order."""
-        return self.gather(np.asarray(rows, dtype=np.float64)).reshape(self.num_shards, -1)  # collective
+    def gather_shards(self, values: list[np.ndarray] | list[list[float]]) -> np.ndarray:
+        """Gather K numbers of every shard: K for each of this rank's -> (num_shards, K) float64, in order."""
+        return self.gather(values).reshape(self.num_shards, -1)  # collective
 
     def reduce(self, sums: list[dict[str, float]], maxima: dict[str, float]) -> dict[str, float]:
-        """One packed collective, by name: `sums`, a dict for each shard here, over all shards; the largest `maxima`."""
+        """By name, in one collective: totals over all shards of `sums` (a dict for each shard here), and `maxima`."""
         parts = [x for part in sums for x in part.values()]
         table = self.gather([*parts, *maxima.values()])  # collective
         totals = table[:, : len(parts)].reshape(self.num_shards, -1).sum(0), table[:, len(parts) :].max(0)
@@ -172,14 +163,14 @@ class World:
 def attempt_name(store: dist.Store, rank: int, world_size: int, deadline: float) -> str:
     """Meet the other ranks in a launcher's store -> a name that they share and no earlier attempt had.
 
-    A launcher keeps its store over restarts, where the keys of an attempt that died must not be met again, and the
-    launchers of several nodes need not have counted the same restarts. So each rank calls with a word of its own, and
-    rank 0 answers whoever called last, until all have taken the name from it.
-    Raises `TimeoutError` where they do not meet before `deadline`, a time of `time.monotonic`.
+    A launcher keeps its store over restarts, with the keys of attempts that died, and launchers of several nodes may
+    count restarts differently. So each rank calls with a random word of its own, and rank 0 answers the latest call
+    of each rank with its own word, the name, until all have taken it.
+    Raises `TimeoutError` if they do not meet before `deadline`, a time of `time.monotonic`.
     """
     word = secrets.token_hex(8)
 
-    def wait(key: str, until: float) -> None:  # the store's own complains, and stands still where no time is left
+    def wait(key: str, until: float) -> None:  # the store's own prints complaints, and hangs at the end
         while not store.check([key]) and time.monotonic() < until:
             time.sleep(0.01)
         if time.monotonic() > deadline:

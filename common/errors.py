@@ -1,4 +1,4 @@
-"""What ends a run: bad input, faults, the errors of other libraries that need no traceback; and checks of flags."""
+"""What ends a run: bad input, faults, and other libraries' errors that need no traceback; and checks of flags."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import torch
 
 
 class BadInput(ValueError):
-    """A setting that cannot work. `launch` and tyro print its one line and exit with code 2."""
+    """A setting that cannot work. `launch` and tyro print it in one line and exit with code 2."""
 
 
 class Fault(RuntimeError):
-    """What ends a run though its settings could work. `launch` prints its one line and exits with code 1."""
+    """A failure at run time, not a bad setting. `launch` prints it in one line and exits with code 1."""
 
 
 def explained(error: BaseException) -> bool:
-    """True for what `launch` says in one line, so that no launcher need show its traceback."""
+    """True for what `launch` prints in one line; torchrun need not report its traceback."""
     return isinstance(error, BadInput | Fault) or out_of_memory(error) or peer_ended(error)
 
 
 def peer_ended(error: BaseException) -> bool:
-    """True for the error of a collective whose other end is gone: the fault is another rank's."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-    signs += ("got 0 bytes",)  # the store's
+    """True for the error of a collective, or of the store, whose other end is gone: the fault is another rank's."""
+    signs = "closed by peer", "reset by peer", "Broken pipe", "remote process exited", "got 0 bytes"
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     return several and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True for numpy's error, and torch's on a GPU and on the CPU."""
+    """True for numpy's error, and torch's on a GPU and on a CPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

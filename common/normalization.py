@@ -9,23 +9,23 @@ from common.distributed import World
 
 
 class RunningMoments:
-    """Running moments of arrays of `shape`; equal on all ranks, because only all ranks' parts move them."""
+    """Running moments of arrays of `shape`, the same on all ranks. `m2`: the sum of squared deviations."""
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         self.shape = shape
         self.count, self.mean, self.m2 = 0.0, np.zeros(shape), np.zeros(shape)
 
     def update(self, parts: list[np.ndarray], world: World) -> None:
-        """Add a batch, of which this rank has (n, *shape) of each of its shards, in the order of shards.
+        """Add a batch: (..., *shape) of each of this rank's shards, in their order. Every rank must call.
 
-        Counts, means and squared deviations are merged (Chan et al. 1979: no squares cancel). Every rank must call.
+        Counts, means and squared deviations are merged (Chan et al. 1979), so that large squares do not cancel.
         """
-        rows = []
+        of_shards = []
         for x in parts:
             x = x.reshape(-1, *self.shape).astype(np.float64)
             mean = x.mean(0)
-            rows.append(np.concatenate([[len(x)], mean.ravel(), ((x - mean) ** 2).sum(0).ravel()]))
-        for count, *moments in world.gather_shards(rows):  # collective
+            of_shards.append([len(x), *mean.ravel(), *((x - mean) ** 2).sum(0).ravel()])
+        for count, *moments in world.gather_shards(of_shards):  # collective
             mean, m2 = np.reshape(moments, (2, *self.shape))
             total, delta = self.count + count, mean - self.mean
             self.m2 = self.m2 + m2 + delta**2 * self.count * count / total
@@ -43,7 +43,7 @@ class RunningMoments:
         return normalized.astype(torch.empty(0).numpy().dtype)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies, as tensors, which `torch.load(weights_only=True)` takes."""
+        """Copies, as tensors, which `torch.load(weights_only=True)` reads."""
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("count", "mean", "m2")}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -51,10 +51,10 @@ class RunningMoments:
 
 
 def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, carry: np.ndarray) -> np.ndarray:
-    """Running sums R_t = gamma R_{t-1} + r_t, each environment's since its episode's start: (T, n) -> (T, n).
+    """Running sums R_t = gamma R_{t-1} + r_t of each environment, from its episode's start: (T, n) -> (T, n).
 
-    `carry` (n,) holds R of the step before, undiscounted, and is moved in place. Their spread scales rewards (CleanRL,
-    Baselines); `dones` (T, n) ends a sum after the step.
+    `carry` (n,) holds R of the step before and is updated in place. `dones` (T, n): a sum ends after that step. The
+    standard deviation of these sums scales rewards, as in CleanRL and Baselines.
     """
     returns = np.empty(rewards.shape)
     for step in range(len(rewards)):
@@ -66,10 +66,11 @@ def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, car
 
 
 def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
-    """Rows (..., size), of each shard here -> zero mean and unit variance (N - 1) of each row over all shards."""
+    """(..., size) of each of this rank's shards -> zero mean and unit variance (N - 1) over size and all shards."""
     sums, shape, count = [], parts[0].shape[:-1], parts[0].shape[-1] * world.num_shards
-    for wide in (x.double() for x in parts):
-        sums.append(torch.stack([wide.sum(-1), (wide**2).sum(-1)]).flatten().cpu().numpy())
+    for x in parts:
+        x = x.double()
+        sums.append(torch.stack([x.sum(-1), (x**2).sum(-1)]).flatten().cpu().numpy())
     first, second = world.gather_shards(sums).sum(0).reshape(2, *shape, 1)  # collective
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
     mean, std = (torch.from_numpy(y).to(parts[0]) for y in (first / count, std))

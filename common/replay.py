@@ -62,11 +62,10 @@ class ReplayBuffer:
         repeats_first: bool = False,
         channels_last: bool = False,
     ) -> None:
-        here = world.here(num_envs)
         self.world, self.n_step, self.gamma, self.stack, self.alpha = world, n_step, gamma, stack, alpha
         self.repeats_first, self.channels_last = repeats_first, channels_last
         self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
-        self.num_envs, self.envs = num_envs, np.arange(here.stop - here.start)
+        self.num_envs, self.envs = num_envs, np.arange(len(range(num_envs)[world.local_slice(num_envs)]))
         self.capacity = buffer_size // num_envs  # places of one environment
         self.rows = self.capacity + stack  # of observations: one after the newest, and the oldest's earlier frames
         self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
@@ -154,14 +153,12 @@ class ReplayBuffer:
             self._require_memory_for_final_obs()
 
     def _let_sample(self, dones: np.ndarray) -> None:
-        """A place may be sampled once its n steps are there; an end (n,) completes all that wait."""
+        """A place may be sampled once its n steps are stored, or fewer where the episode has ended (`dones`, (n,))."""
         for age in range(1, min(self.n_step, self.time) + 1):
-            waiting = self.envs * self.capacity + (self.time - age) % self.capacity
-            if age < self.n_step:
-                waiting = waiting[dones & (self.priorities.ravel()[self._at(waiting)] == 0.0)]
-            else:
-                waiting = waiting[self.priorities.ravel()[self._at(waiting)] == 0.0]
-            self._set_priorities(waiting, self.new_priority)
+            places = self.envs * self.capacity + (self.time - age) % self.capacity
+            waits = self.priorities.ravel()[self._at(places)] == 0.0
+            complete = waits if age == self.n_step else waits & dones
+            self._set_priorities(places[complete], self.new_priority)
 
     def _require_memory_for_final_obs(self) -> None:
         """Raise `Fault` once so many are kept that, at this rate, they and the unfilled rest will not fit."""
@@ -175,7 +172,7 @@ class ReplayBuffer:
                 raise Fault(f"--buffer-size: {fault}, of which {free:.1f} GB are free; set a smaller one.")
 
     def _at(self, indices: np.ndarray) -> np.ndarray:
-        """Where the priorities of places are: each shard's begin with a block of their own."""
+        """Where the priorities of places are stored: each shard's begin a new block."""
         shards = indices // (self.size * self.capacity)
         return indices + shards * (self.blocks * BLOCK - self.size * self.capacity)
 
@@ -187,9 +184,9 @@ class ReplayBuffer:
     def sample(
         self, batch_size: int, generator: torch.Generator, device: torch.device, beta: float = 1.0
     ) -> list[Batch]:
-        """The parts of this rank's shards in `batch_size` stratified draws from the buffer of all ranks.
+        """`batch_size` stratified draws from the buffer of all ranks -> what each of this rank's shards has of them.
 
-        Weights are (count p / sum p)^-beta over the largest such weight in the buffer. Every rank must call.
+        Weights are (count p / sum p)^-beta, divided by the largest such weight in the buffer. Every rank must call.
         """
         filled, smallest, block_ends = min(self.time, self.capacity), 1.0, None
         if self.plain:
@@ -197,19 +194,19 @@ class ReplayBuffer:
         else:
             self._sum_blocks()
             block_ends = [sums.cumsum() for sums in self.block_sums.reshape(-1, self.blocks)]  # of each shard
-            rows = [[ends[-1], self.block_minima.min(), self.largest] for ends in block_ends]
-            table = self.world.gather_shards(rows)  # collective
-            masses, smallest, self.new_priority = table[:, 0], table[:, 1].min(), table[:, 2].max()
+            of_shards = [[ends[-1], self.block_minima.min(), self.largest] for ends in block_ends]
+            masses, minima, maxima = self.world.gather_shards(of_shards).T  # collective
+            smallest, self.new_priority = minima.min(), maxima.max()
         shard_ends = masses.cumsum()
         draws = torch.rand(batch_size, generator=generator, dtype=torch.float64).numpy()
         points = (np.arange(batch_size) + draws) * (shard_ends[-1] / batch_size)  # ascending
         points = np.minimum(points, np.nextafter(shard_ends[-1], 0))
+        bounds = np.searchsorted(points, [0.0, *shard_ends])  # of each shard's part of the batch
 
         batches = []
         for local, shard in enumerate(self.world.shards):
-            first = np.searchsorted(points, shard_ends[shard - 1]) if shard else 0
-            behind = np.searchsorted(points, shard_ends[shard])
-            targets = points[first:behind] - (shard_ends[shard] - masses[shard])
+            places = np.arange(bounds[shard], bounds[shard + 1])
+            targets = points[places] - (shard_ends[shard] - masses[shard])
             if self.plain:
                 targets = np.minimum(targets.clip(0.0), masses[0] - 1.0)
                 env, place = np.divmod(targets.astype(np.int64), filled)
@@ -217,10 +214,10 @@ class ReplayBuffer:
             else:
                 indices = self._find(targets, local, block_ends[local])
                 weights = (self.priorities.reshape(-1)[self._at(indices)] / smallest) ** -beta
-            batches.append(self._batch(np.arange(first, behind), indices, weights, device))
+            batches.append(self._batch(places, indices, weights, device))
         return batches
 
-    def _batch(self, rows: np.ndarray, indices: np.ndarray, weights: np.ndarray, device: torch.device) -> Batch:
+    def _batch(self, places: np.ndarray, indices: np.ndarray, weights: np.ndarray, device: torch.device) -> Batch:
         env, place = np.divmod(indices, self.capacity)
         # n-step returns, which stop at an end
         time = self.time - 1 - (self.time - 1 - place) % self.capacity
@@ -238,7 +235,7 @@ class ReplayBuffer:
 
         float_dtype = torch.empty(0).numpy().dtype
         return Batch(
-            places=rows,
+            places=places,
             indices=indices,
             weights=to_tensor(weights.astype(float_dtype), device),
             obs=to_tensor(self._observations(env, time), device),
@@ -249,7 +246,7 @@ class ReplayBuffer:
         )
 
     def _sum_blocks(self) -> None:
-        """Bring the sums and minima of the blocks up to date whose priorities changed."""
+        """Update the sums and minima of those blocks whose priorities changed."""
         if self.touched:
             blocks = np.unique(np.concatenate(self.touched))
             self.touched, parts = [], self.priorities[blocks]
@@ -258,7 +255,7 @@ class ReplayBuffer:
             self.block_minima[blocks] = minima if minima.all() else np.where(parts > 0, parts, np.inf).min(1)
 
     def _find(self, targets: np.ndarray, shard: int, block_ends: np.ndarray) -> np.ndarray:
-        """The places where the running sum of a shard's priorities passes `targets` (b,); roundings stay inside."""
+        """The places where the running sum of a shard's priorities exceeds `targets` (b,), whatever rounding does."""
         targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
         blocks = np.searchsorted(block_ends, targets, side="right")
         at = shard * self.blocks + blocks
@@ -312,7 +309,7 @@ class ReplayBuffer:
             yield self.final_obs.setdefault(start + place, np.empty(self.obs_shape, self.frames.dtype))
 
     def update_priorities(self, indices: np.ndarray, td_errors: torch.Tensor) -> None:
-        """New priorities (|td_error| + 1e-6)^alpha of places that `sample` drew on this rank; uniform: none."""
+        """Set the priorities of places that `sample` drew on this rank to (|td_error| + 1e-6)^alpha, if not uniform."""
         if len(indices) and self.alpha > 0.0:
             values = (np.abs(td_errors.detach().double().cpu().numpy()) + 1e-6) ** self.alpha
             self._set_priorities(indices, values)
@@ -320,9 +317,9 @@ class ReplayBuffer:
 
 
 def descend(parts: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the running sums of rows of `parts` (b, k) pass `targets` (b,), and what of these is left there (b,)."""
+    """Where the running sums of `parts` (b, k) exceed `targets` (b,), and how far targets are beyond the sum before."""
     ends = parts.cumsum(1)
-    targets = np.minimum(targets.clip(0.0), np.nextafter(ends[:, -1], 0))  # a rounding may have left the row
+    targets = np.minimum(targets.clip(0.0), np.nextafter(ends[:, -1], 0))  # rounding may have put them outside
     found = (ends <= targets[:, None]).sum(1)
-    row = np.arange(len(parts))
-    return found, targets - (ends[row, found] - parts[row, found])
+    each = np.arange(len(parts))
+    return found, targets - (ends[each, found] - parts[each, found])

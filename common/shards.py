@@ -1,12 +1,13 @@
 """Shards: the parts of an experiment whose arithmetic is the same on any number of processes.
 
 Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them; a
-process holds neighbouring shards. What rounds differently in another shape is computed for each shard alone, and what
-is summed over shards is summed in one order: gradients along a binary tree (here), all else as a table of N rows
-(`World.gather_shards`). Without `--shards` each process is one shard, and gradients are DDP's own means.
+process holds neighbouring shards. Arithmetic that rounds differently in another shape is done for each shard alone.
+Sums over shards have one order: gradients are added along a binary tree (here), all else along a table of all shards
+(`World.gather_shards`). Without `--shards` each process is one shard, and DDP averages the gradients.
 """
 # no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -19,9 +20,9 @@ from common.errors import BadInput
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a dense tensor that begins at a multiple of 64 bytes; on the CPU a copy only where it must be.
+    """The array as a dense tensor that begins at a multiple of 64 bytes; on a CPU, a copy only if needed.
 
-    MKL rounds some products otherwise at another address, and a view of a shard's rows may begin anywhere. Images
+    MKL rounds some products differently at another address, and a slice of an array may begin anywhere. Images
     (n, channels, height, width) keep their order in memory.
     """
     channels_last = array.ndim == 4 and array.strides[1] < array.strides[3]
@@ -34,40 +35,39 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: World) -> Callable[..., np.ndarray]:
-    """`function` of arrays (n, ...), called with the rows of each shard alone -> what it gave, one after another."""
+    """`function` of arrays (n, ...), called with each shard's slice alone -> its results, one after another."""
     if not world.sharded:
         return function
     cpu = torch.device("cpu")
     return lambda *inputs: np.concatenate(
-        [function(*(to_tensor(x[rows], cpu).numpy() for x in inputs)) for rows in shards]
+        [function(*(to_tensor(x[shard], cpu).numpy() for x in inputs)) for shard in shards]
     )
 
 
 def average_over_shards(loss: nn.Module, world: World) -> None:
-    """With `--shards`, let DDP make the gradients of a wrapped `loss` means over all shards; otherwise over processes.
+    """Let DDP average the gradients of a wrapped `loss` over all shards with `--shards`, otherwise over processes.
 
-    Each shard of this process has a backward of its own, with gradients zeroed before it; after the last, gradients are
-    the means, before, nothing. They are added along a binary tree over the shards' numbers, whose upper levels are
-    exchanges between two processes: a + b and b + a are the same bits.
+    Each shard of this process has its own backward, with gradients zeroed before it. Gradients are valid only after
+    the last shard's backward. They are added along a binary tree over the shards' numbers; its upper levels are
+    exchanges between two processes, since a + b and b + a are the same bits.
     Raises `BadInput` for a module that would make the result depend on the number of processes.
     """
-    if world.wraps:
+    if world.uses_ddp:
         require_same_on_any_process(loss)
     if not world.sharded:
         return
-    kept: dict[nn.Parameter, list[torch.Tensor]] = {}  # by parameter, because DDP lays its buckets out anew
+    earlier = defaultdict(list)  # gradients of this step's earlier shards; by parameter, since DDP rearranges buckets
 
     def hook(_, bucket):
         buffer, future = bucket.buffer(), torch.futures.Future()
         gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))  # views of the buffer
-        before = {parameter: kept.setdefault(parameter, []) for parameter in gradients}
-        if any(len(parts) < len(world.shards) - 1 for parts in before.values()):
-            for parameter, gradient in gradients.items():
-                before[parameter].append(gradient.clone())
-        else:
-            for parameter, gradient in gradients.items():
-                gradient.copy_(tree_sum([*before[parameter], gradient]))
-                before[parameter].clear()
+        last = all(len(earlier[parameter]) == len(world.shards) - 1 for parameter in gradients)
+        for parameter, gradient in gradients.items():
+            if last:
+                gradient.copy_(tree_sum([*earlier.pop(parameter), gradient]))
+            else:
+                earlier[parameter].append(gradient.clone())
+        if last:
             distance = 1
             while distance < world.world_size:
                 buffer += exchange(buffer, world.rank ^ distance, world)
@@ -80,7 +80,7 @@ def average_over_shards(loss: nn.Module, world: World) -> None:
 
 
 def require_same_on_any_process(loss: nn.Module) -> None:
-    """Raise `BadInput` for a module of which each process would have other random numbers, or other statistics."""
+    """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
     for name, module in loss.named_modules():
         kind, fault = type(module).__name__, ""
         rate = getattr(module, "dropout", 0.0)  # a number of nn.LSTM's, or a user's own submodule
@@ -91,9 +91,8 @@ def require_same_on_any_process(loss: nn.Module) -> None:
         elif kind == "_SpectralNorm":
             fault = "changes at each forward pass, and processes make other numbers of these; leave it out"
         if fault and module.training:
-            raise BadInput(
-                f"{name.removeprefix('module.')}: {kind} {fault} (one process without --shards may have it)."
-            )
+            name = name.removeprefix("module.")
+            raise BadInput(f"{name}: {kind} {fault} (one process without --shards may have it).")
 
 
 def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -104,10 +103,10 @@ def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def exchange(own: torch.Tensor, rank: int, world: World) -> torch.Tensor:
-    """Give `rank` this tensor for its own, of the same shape. Gloo takes only the CPU's."""
-    sent = own if world.nccl else own.cpu()
+    """Send `rank` this tensor -> the tensor of the same shape that it sent."""
+    sent = own if world.nccl else own.cpu()  # gloo takes only a CPU's
     received = torch.empty_like(sent)
-    pair = dist.P2POp(dist.isend, sent, rank), dist.P2POp(dist.irecv, received, rank)
-    for work in dist.batch_isend_irecv(list(pair)):  # collective
+    operations = [dist.P2POp(dist.isend, sent, rank), dist.P2POp(dist.irecv, received, rank)]
+    for work in dist.batch_isend_irecv(operations):  # collective
         work.wait()
     return received.to(own.device)

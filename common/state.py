@@ -1,4 +1,4 @@
-"""The state that all ranks hold alike: taken for a file, given back, and compared."""
+"""The state that is equal on all ranks: saved, restored, and compared."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from common.distributed import World
 from common.errors import Fault
 
 
 def state_of(value: Any) -> Any:
-    """The tensors and numbers of a module, optimiser, generator, tensor or what has `state_dict`; on the CPU."""
+    """The tensors and numbers, on the CPU, of a generator, a tensor, or anything that has `state_dict`."""
     if hasattr(value, "state_dict"):
         value = value.state_dict()
     elif isinstance(value, torch.Generator):
         value = value.get_state()
-    return tree_map(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x, value)
+    return tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), value)
 
 
 @torch.no_grad()
 def restore(value: Any, saved: Any) -> None:
-    """Give `value` the state that `state_of` took from it, in place."""
+    """Set `value`, in place, to a state that `state_of` returned."""
     if isinstance(value, torch.Generator):
         value.set_state(saved)
     elif isinstance(value, torch.Tensor):
@@ -44,9 +44,9 @@ def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_equal(step: int, state: Mapping[str, Any], world: World) -> None:
-    """Raise `Fault` naming the first tensor, rank and step where `state` is not bit-identical to rank 0's.
+    """Raise `Fault`, naming tensor, rank and step, if a rank's `state` is not bit-identical to rank 0's.
 
-    `state`: by name, what `state_of` takes, and nests of tensors, arrays and numbers. Every rank must call.
+    `state`: by name, what `state_of` takes, or nests of tensors, arrays and numbers. Every rank must call.
     """
     digests = {}
     for name, value in leaves({name: state_of(x) for name, x in state.items()}):

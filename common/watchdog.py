@@ -9,9 +9,9 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
@@ -22,17 +22,17 @@ GRACE = 10.0  # seconds from a stop request to the next boundary, after which th
 
 
 class Watchdog:
-    """`signum` is the first SIGINT or SIGTERM that this rank received, 0 before; `World.gather` tells the others."""
+    """`signum`: the first SIGINT or SIGTERM that this rank received, or 0. `World.gather` tells the other ranks."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.signum, self.told = rank, 0, 0  # told: as the main thread knows it
+        self.rank, self.signum = rank, 0
         self.grace = 1.0  # until the ranks have met, a request ends the process almost at once
         self._fed, self._armed = 0.0, math.inf
 
     def feed(self) -> None:
         """Say that a boundary was reached."""
         self._fed = time.monotonic()
-        if self._fed > self._armed + 1.0:  # in C, for the case that a library hangs while it holds the interpreter
+        if self._fed > self._armed + 1.0:  # in C, in case a library hangs while it holds the interpreter
             self._armed = self._fed
             faulthandler.dump_traceback_later(self._timeout + GRACE, exit=True)
 
@@ -43,15 +43,15 @@ class Watchdog:
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         previous = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        handlers = {number: signal.signal(number, self._tell) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
         # a thread, because a main thread that waits inside a collective runs no Python signal handler
         watch = threading.Thread(target=self._watch, args=(wake_read,), daemon=True)
         watch.start()
         try:
             yield
         except BaseException as error:
-            if self.rank and self.told and explained(error):  # told to end, for what rank 0 says
-                raise SystemExit(128 + self.told) from error
+            if self.rank and self.signum and explained(error):  # rank 0 says why
+                raise SystemExit(128 + self.signum) from error
             raise
         finally:
             for number, handler in handlers.items():
@@ -62,37 +62,31 @@ class Watchdog:
             os.close(wake_write)  # ends the thread
             watch.join()
 
-    def _tell(self, number: int, _: object) -> None:
-        self.told = number
+    def _request(self, number: int, _: object = None) -> None:
+        self.signum = self.signum or number
 
     def _watch(self, wake_read: int) -> None:
-        """Thread: note the first signal; end the process on a second one, after `grace`, or after the timeout."""
-        asked = None
+        """Thread: note the first signal; end the process at a second one, after `grace`, or after the timeout."""
+        requested = None  # when the first signal came
         while True:
-            deadline = self._fed + self._timeout if asked is None else asked + self.grace
+            deadline = self._fed + self._timeout if requested is None else requested + self.grace
             if connection.wait([wake_read], max(0.0, deadline - time.monotonic())):
                 received = os.read(wake_read, 1)
                 if not received:
                     os.close(wake_read)
                     return
-                if received[0] not in (signal.SIGINT, signal.SIGTERM):
-                    continue
-                if asked is None:
-                    self.signum, asked = received[0], time.monotonic()
-                elif time.monotonic() - asked > 0.5:  # launchers may deliver one request twice
-                    end_now(128 + self.signum)
-            elif asked is not None and time.monotonic() > asked + self.grace:
+                if received[0] in (signal.SIGINT, signal.SIGTERM):
+                    self._request(received[0])
+                    requested = requested or time.monotonic()
+                    if time.monotonic() - requested > 0.5:  # launchers may deliver one request twice
+                        end_now(128 + self.signum)
+            elif requested is not None and time.monotonic() > requested + self.grace:  # which may have grown
                 end_now(128 + self.signum)
-            elif asked is None and time.monotonic() > self._fed + self._timeout:
-                note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at"
-                try:  # in one piece: other ranks print theirs at the same moment
-                    with tempfile.TemporaryFile("w+") as file:
-                        faulthandler.dump_traceback(file)
-                        file.seek(0)
-                        print(note, file.read(), sep="\n", file=sys.stderr, flush=True)
-                except OSError:  # a full disk
-                    print(note, file=sys.stderr, flush=True)
-                    faulthandler.dump_traceback()
+            elif requested is None and time.monotonic() > self._fed + self._timeout:
+                note = f"rank {self.rank}: no boundary reached for --timeout {self._timeout:g} seconds; it stands at\n"
+                stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+                with suppress(OSError):  # a full disk
+                    print(note + "\n".join(stacks), file=sys.stderr, flush=True)  # at once: other ranks print theirs
                 end_now(1)
 
 

@@ -241,10 +241,10 @@ def break_alignment() -> None:
 
 
 def break_acting() -> None:
-    from common import shards
+    from common import acting
 
-    per_shard = shards.per_shard
-    shards.per_shard = lambda *args: lambda *inputs: per_shard(*args)(*inputs) * tip()
+    per_shard = acting.per_shard
+    acting.per_shard = lambda *args: lambda *inputs: per_shard(*args)(*inputs) * tip()
 
 
 def break_normaliser() -> None:

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from common import acting
 from common.acting import Acting
+from common.distributed import World
 from common.errors import Fault
 
 CPU = torch.device("cpu")
+WORLD, SHARDS = World(False), [slice(0, 5)]
 OBS = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
 
@@ -34,7 +36,7 @@ class Module(nn.Module):
 
 
 def acting_of(function, layer: nn.Module | None = None) -> Acting:
-    made = Acting(Module(function, layer), CPU, pytest.fail)
+    made = Acting(Module(function, layer), WORLD, SHARDS, pytest.fail)
     made.refresh(OBS)
     return made
 
@@ -138,7 +140,7 @@ UNKNOWN = {  # what is said, function, layer
 def test_what_is_not_known_the_module_does(name):
     said, function, layer = UNKNOWN[name]
     notes = []
-    made = Acting(Module(function, layer), CPU, notes.append)
+    made = Acting(Module(function, layer), WORLD, SHARDS, notes.append)
     assert made.refresh(OBS) == made.network == made.refresh(OBS) and made.derived is None
     made.module.number += 1  # translated anew, in vain
     assert made.refresh(OBS) == made.network
@@ -148,7 +150,7 @@ def test_what_is_not_known_the_module_does(name):
 
 
 def test_images_are_for_the_module():
-    made = Acting(Module(lambda m, x: x.flatten(1)), CPU, pytest.fail)
+    made = Acting(Module(lambda m, x: x.flatten(1)), WORLD, SHARDS, pytest.fail)
     assert made.refresh(np.ones((2, 3, 4, 4), np.float32)) == made.network
 
 
@@ -238,6 +240,6 @@ def test_an_option_of_forward_has_its_default():
         def forward(self, x: torch.Tensor, greedy: bool = False, scale: float = 2.0) -> torch.Tensor:
             return super().forward(x) if greedy else super().forward(x) * scale
 
-    made = Acting(Optional(4, 2), CPU, pytest.fail)
+    made = Acting(Optional(4, 2), WORLD, SHARDS, pytest.fail)
     np.testing.assert_allclose(made.refresh(OBS)(OBS), made.network(OBS), rtol=1e-5, atol=1e-6)
     assert made.derived

@@ -52,7 +52,7 @@ def test_dueling_values_by_hand():
             assert network.value_head[0].weight.shape == (84, 120) and network.value_head[2].weight.shape == (1, 84)
             q = network.value_head(features) + q - (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
         torch.testing.assert_close(network(obs), q)
-        q_values = Acting(network, torch.device("cpu"), pytest.fail).refresh(obs.numpy())
+        q_values = Acting(network, World(False), [slice(0, len(obs))], pytest.fail).refresh(obs.numpy())
         torch.testing.assert_close(torch.from_numpy(q_values(obs.numpy())), q)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from common.acting import Acting
+from common.distributed import World
 from common.errors import BadInput, Fault
 from runs import ROOT, edited
 
@@ -119,7 +120,7 @@ def test_what_acts_is_the_network(script, edit, tmp_path, float64):
     torch.manual_seed(0)
     network, inputs = network_and_inputs(edited_module(tmp_path, script, edits), settings)
     notes = []
-    acting = Acting(network, torch.device("cpu"), notes.append)
+    acting = Acting(network, World(False), [slice(0, 5)], notes.append)
     act = acting.refresh(*inputs())
     assert bool(acting.derived) != bool(reason), notes
     if reason:

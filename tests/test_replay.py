@@ -23,7 +23,7 @@ class FakeWorld:
         self.rank, self.world_size, self.local_world_size, self.table = rank, world_size, 1, None
         self.num_shards, self.shards = world_size, range(rank, rank + 1)
 
-    def here(self, num: int) -> slice:
+    def local_slice(self, num: int) -> slice:
         return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
 
     def gather_shards(self, rows):
@@ -65,7 +65,7 @@ def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.
         actions, rewards, next_obs = rng.integers(0, 9, n), rng.normal(size=n), rng.normal(size=(n, 2))
         terminations, truncations, final_obs = rng.random(n) < end, rng.random(n) < end, rng.normal(size=(n, 2))
         for buffer in buffers:
-            e = buffer.world.here(n)
+            e = buffer.world.local_slice(n)
             infos = {"final_obs": final_obs[e], "episode_ended": terminations[e] | truncations[e]}
             buffer.add(actions[e], rewards[e], terminations[e], truncations[e], next_obs[e], infos)
 

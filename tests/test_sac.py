@@ -63,7 +63,7 @@ def test_log_probability_is_that_of_the_squashed_normal(float64):
     pi = TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(cache_size=1), affine])
     torch.testing.assert_close(log_prob, pi.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(actions, affine(torch.tanh(mean + log_std.exp() * noise)))
-    policy = Acting(actor, torch.device("cpu"), pytest.fail).refresh(obs.numpy(), noise.numpy())
+    policy = Acting(actor, World(False), [slice(0, 50)], pytest.fail).refresh(obs.numpy(), noise.numpy())
     np.testing.assert_allclose(policy(obs.numpy(), noise.numpy()), actions.detach().numpy(), rtol=1e-12)
 
 

@@ -194,7 +194,7 @@ class Alone:
         self.rank, self.world_size, self.local_world_size = 0, 1, 1
         self.num_shards, self.shards, self.rows = shards, range(shards), None
 
-    def here(self, num: int) -> slice:
+    def local_slice(self, num: int) -> slice:
         return slice(0, num)
 
     def gather_shards(self, rows):
@@ -202,7 +202,7 @@ class Alone:
         return self.rows.copy()
 
 
-def given(together: Alone, apart: list[Alone]) -> None:
+def assert_same_parts(together: Alone, apart: list[Alone]) -> None:
     """What a shard gives to a sum does not depend, in any bit, on which others are in its process."""
     assert len(together.rows) == 4 and together.rows.tobytes() == np.concatenate([x.rows for x in apart]).tobytes()
 
@@ -214,11 +214,11 @@ def test_a_shard_gives_the_same_whichever_others_are_here():
     RunningMoments((3,)).update(parts, all_of)
     for part, world in zip(parts, each, strict=True):
         RunningMoments((3,)).update([part], world)
-    given(all_of, each)
+    assert_same_parts(all_of, each)
     standardized([torch.from_numpy(x) for x in parts], all_of)
     for part, world in zip(parts, each, strict=True):
         standardized([torch.from_numpy(part)], world)
-    given(all_of, each)
+    assert_same_parts(all_of, each)
     box, size = gym.spaces.Box(-1, 1, (2,)), 3 * BLOCK
     buffers = [ReplayBuffer(4 * size, 4, all_of, box, (), np.int64, alpha=0.6)]
     buffers += [ReplayBuffer(size, 1, world, box, (), np.int64, alpha=0.6) for world in each]
@@ -229,7 +229,7 @@ def test_a_shard_gives_the_same_whichever_others_are_here():
         buffer._set_priorities(np.arange(len(values)), values)
         buffer.sample(16, torch.Generator().manual_seed(0), torch.device("cpu"))
         buffer.world.rows[:, 1:] = 0.0  # minima and maxima, which are exact in any order
-    given(all_of, each)
+    assert_same_parts(all_of, each)
 
 
 def test_a_function_sees_one_shard_at_a_time():
