@@ -38,8 +38,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
-from common.errors import BadInput
-from common.graphs import graphed
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
@@ -229,20 +227,14 @@ def compute_td_target(
     return rewards + discounts * next_target_q.gather(1, best).squeeze(1)
 
 
-COLUMNS = (
-    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate", "charts/epsilon"),
-    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *("losses/td_loss", "losses/q_values"),
-    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
-)
+COLUMNS = ("charts/epsilon", "losses/td_loss", "losses/q_values")
 
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     with open_environments(args, (gym.spaces.Discrete,), args.life_loss) as envs:
         obs_space = envs.single_observation_space
-        if args.network != "auto" and len(obs_space.shape) == 1:
-            raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
+        args.require(args.network == "auto" or len(obs_space.shape) == 3, "network", "left off for vector observations")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "n_step": args.n_step, "gamma": args.gamma}
         options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
         rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options)
@@ -287,14 +279,14 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         optimizer.step()
         return stats
 
-    update = graphed(args.cuda_graphs, world, update, optimizer)
-    acting = Acting(q_network, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, q_network))
+    update = run.graphed(update, optimizer)
+    acting = Acting(q_network, world, envs.shards, run.logger.note, run.graphed(q_network))
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
         return acting.network(obs).argmax(-1)
 
-    means = Means(world)
+    means = Means(run)
     run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         if run.restart:  # at the start, and after each checkpoint
@@ -321,7 +313,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row(envs.episodes)  # collective
+            row = means.row()  # collective
             row |= {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon}
             run.logger.log(global_step, row)
         if run.boundary(global_step, act):  # collective

@@ -40,8 +40,9 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -53,18 +54,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
-from common.episodes import episode_row
-from common.errors import BadInput, require_divisor
-from common.graphs import as_graph_input, graphed
 from common.machine import require_memory
-from common.normalization import RunningMoments, discounted_returns, standardized
+from common.normalization import RunningMoments, discounted_returns, explained_variance, residual_sums, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
-from common.run.loop import Run, open_run
-from common.shards import to_tensor
-
-Normalized = Callable[[np.ndarray], np.ndarray]
-Input = Callable[[np.ndarray], torch.Tensor]
+from common.run.loop import Run, episode_row, open_run
 
 
 @dataclass
@@ -139,7 +133,7 @@ class Args(RunArgs):
         self.require_budget(size, needed)
         if self.aux_epochs:
             steps = self.n_pi * self.num_steps
-            require_divisor("--num-aux-minibatches", self.num_aux_minibatches, steps, "--n-pi x --num-steps")
+            self.require_divisor("num_aux_minibatches", steps, "--n-pi x --num-steps")
             needed = f"at least {self.n_pi * size}, which has one auxiliary phase (or set --aux-epochs 0)"
             self.require_budget(self.n_pi * size, needed)
 
@@ -290,15 +284,9 @@ class PPOLoss(nn.Module):
 class AuxBatch(NamedTuple):
     """B transitions of a policy phase."""
 
-    obs: np.ndarray | torch.Tensor  # (B, *shape); of the whole phase (B / n, n, *shape) as the environments give them
+    obs: torch.Tensor  # (B, *shape) as the networks read them
     returns: torch.Tensor  # (B,)
     old_pi: torch.Tensor  # (B, .) as the policy phase left it
-
-    def take(self, inds: torch.Tensor, network_input: Input) -> AuxBatch:
-        """The transitions of these indices (b,), as the networks read them."""
-        n = self.obs.shape[1]
-        obs, inds = network_input(self.obs[inds // n, inds % n]), inds.to(self.returns.device)
-        return AuxBatch(obs, self.returns[inds], self.old_pi[inds])
 
 
 class AuxLoss(nn.Module):
@@ -338,89 +326,117 @@ class Rollout(NamedTuple):
     phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the whole policy phase; `obs` is its newest part
 
 
-def learning_batch(args: Args, agent: Agent, rollout: Rollout, scale: float | None, network_input: Input) -> Batch:
-    """Values, log-probabilities, advantages and returns of a rollout; rewards are divided by `scale`, if any."""
-    rewards = rollout.rewards if scale is None else (rollout.rewards / scale).clip(-10, 10)
-    rewards = rewards.astype(torch.empty(0).numpy().dtype)  # torch's default, as numpy's
+def learning_batch(
+    args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
+) -> Batch:
+    """Values, log-probabilities, advantages and returns of a rollout."""
+    rewards = return_moments.scaled(rollout.rewards).astype(torch.empty(0).numpy().dtype)  # torch's default
     num_steps, n = rewards.shape
     with torch.no_grad():
-        obs = network_input(rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:]))
-        actions = to_tensor(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]), obs.device)
-        if rollout.features is None:
-            pi, features = agent(obs)
-        else:
-            features = rollout.features.flatten(0, 1)
-            pi = agent.policy(features)
-        logprobs, _ = agent.log_prob_entropy(pi, actions)
+        obs = run.tensor(obs_moments.normalized(rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:])))
+        actions = run.tensor(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
+        features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
+        logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
         # in parts, as the update: values may take convolutions of their own, as PPG's do
         parts = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*part) for part in parts])
-        last_obs = network_input(np.stack([*rollout.next_obs, *rollout.final_obs]))
+        last_obs = run.tensor(obs_moments.normalized(np.stack([*rollout.next_obs, *rollout.final_obs])))
         last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
     next_value, final_values = np.split(last_values, [n])
     rewards[rollout.bootstrapped] += args.gamma * final_values  # truncation bootstraps, termination does not
     old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
     advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
-    advantages = to_tensor(advantages.ravel(), obs.device)
+    advantages = run.tensor(advantages.ravel())
     return Batch(obs, actions, logprobs, values, advantages, advantages + values)
 
 
 def collect(
-    args: Args, run: Run, agent: Agent, acting: Acting, generator: torch.Generator, normalized: Normalized
+    args: Args, run: Run, agent: Agent, acting: Acting, generator: torch.Generator, obs_moments: RunningMoments
 ) -> Iterator[list[Rollout]]:
-    """Start all environments anew; then, `num_steps` steps at a time, a rollout of each shard that is here."""
-    envs, shards, np_dtype = run.envs, run.envs.shards, torch.empty(0).numpy().dtype  # torch's default, as numpy's
+    """Start all environments anew; then, `num_steps` steps at a time, yield the rollout of each shard."""
+    envs, np_dtype = run.envs, torch.empty(0).numpy().dtype  # torch's default, as numpy's
     shape = args.num_steps, envs.num_envs
     action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
-    n_pi = args.n_pi if args.aux_epochs else 1
-    phase_obs = envs.storage(n_pi, *shape)
+    phase_obs = envs.storage(args.n_pi if args.aux_epochs else 1, *shape)
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
     features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
     rewards, dones, bootstrapped = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
-    next_obs = run.start_environments()
-    return_carry = np.zeros(envs.num_envs)  # running discounted returns, moved in place
+    next_obs, return_carry = run.start_environments(), np.zeros(envs.num_envs)
     draw = torch.rand if agent.discrete else torch.randn
     for obs in itertools.cycle(phase_obs):
         # all environments' noise is drawn on every rank, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
         final_obs = {}  # of truncated episodes, by step and environment
-        policy = acting.refresh(normalized(next_obs))
+        policy = acting.refresh(obs_moments.normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if features is None:
-                    pi = policy(normalized(next_obs))
+                    pi = policy(obs_moments.normalized(next_obs))
                 else:  # which are kept, not computed twice
-                    looks = [acting.forward(to_tensor(next_obs[rows], run.device)) for rows in shards]
-                    features[step] = torch.cat([part for _, part in looks])
-                    pi = np.concatenate([part.cpu().numpy() for part, _ in looks])
+                    outputs = [acting.forward(run.tensor(next_obs[part])) for part in envs.shards]
+                    features[step] = torch.cat([feature for _, feature in outputs])
+                    pi = np.concatenate([pi.cpu().numpy() for pi, _ in outputs])
                 actions[step] = agent.sample(pi, noise[step])
                 next_obs, rewards[step], termination, truncation, infos = envs.step(actions[step])
                 dones[step], bootstrapped[step] = termination | truncation, truncation & ~termination
                 for i in np.flatnonzero(bootstrapped[step]):
                     final_obs[step, i] = np.array(infos["final_obs"][i])
         learned = np.sign(rewards) if envs.atari else rewards
-        returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), envs.episodes.pop()
+        returns = discounted_returns(learned, dones, args.gamma, return_carry)
         rollouts = []
-        for rows, ended in zip(shards, sums, strict=True):
-            finals = [x for (_, i), x in final_obs.items() if rows.start <= i < rows.stop]
-            parts = (x[:, rows] for x in (obs, actions, learned, returns, dones, bootstrapped))
-            kept = None if features is None else features[:, rows]
-            rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended, phase_obs[:, :, rows]))
+        for part, episodes in zip(envs.shards, envs.episodes.pop(), strict=True):
+            finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
+            arrays = (x[:, part] for x in (obs, actions, learned, returns, dones, bootstrapped))
+            kept = None if features is None else features[:, part]
+            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, episodes, phase_obs[:, :, part]))
         yield rollouts
 
 
-def aux_batch(args: Args, agent: Agent, rollout: Rollout, returns: torch.Tensor, network_input: Input) -> AuxBatch:
-    """The policy phase that ends with `rollout`, its `returns` (B,), and the policy that the auxiliary phase keeps."""
-    obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (n_pi * num_steps, n, *shape), a view
+class Phase(NamedTuple):
+    """A policy phase of K steps of n environments; a transition's index is step * n + environment."""
+
+    obs: np.ndarray  # (K, n, *shape) as the environments give them
+    returns: torch.Tensor  # (K * n,)
+    old_pi: torch.Tensor  # (K * n, .) the policy that the auxiliary phase is to keep
+
+    def take(self, inds: torch.Tensor, run: Run, obs_moments: RunningMoments) -> AuxBatch:
+        """The transitions of these indices (b,)."""
+        n = self.obs.shape[1]
+        obs, inds = run.tensor(obs_moments.normalized(self.obs[inds // n, inds % n])), inds.to(run.device)
+        return AuxBatch(obs, self.returns[inds], self.old_pi[inds])
+
+
+def phase_of(
+    args: Args, run: Run, agent: Agent, rollout: Rollout, returns: torch.Tensor, obs_moments: RunningMoments
+) -> Phase:
+    """The policy phase that ends with `rollout`, and its `returns` (K * n,)."""
+    obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (K, n, *shape), a view
     with torch.no_grad():
         parts = (part.reshape(-1, *part.shape[2:]) for part in np.split(obs, args.num_aux_minibatches))
-        old_pi = torch.cat([agent(network_input(part))[0] for part in parts])
-    return AuxBatch(obs, returns, old_pi)
+        old_pi = torch.cat([agent(run.tensor(obs_moments.normalized(part)))[0] for part in parts])
+    return Phase(obs, returns, old_pi)
 
 
 # ALGO LOGIC: pure helpers
+
+
+def gradient_step(
+    loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr_fraction: float, minibatches: list
+) -> list[dict[str, torch.Tensor]]:
+    """One step on a minibatch of each shard of this process -> the statistics that the loss returns for each."""
+    stats = []
+    for minibatch in minibatches:  # DDP averages the gradients over all shards at the last backward
+        loss, mb_stats = loss_fn(minibatch)
+        optimizer.zero_grad()
+        loss.backward()  # collective
+        stats.append(mb_stats)
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr_fraction * group.setdefault("initial_lr", group["lr"])
+    optimizer.step()
+    return stats
 
 
 def compute_gae(
@@ -451,9 +467,6 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     return inds.view(num_epochs, n, num_minibatches, -1).transpose(1, 2).flatten(2)
 
 
-LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-
-
 def loss_sums(stats: list[dict[str, torch.Tensor]], clip_coef: float) -> dict[str, float]:
     """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by name."""
     table = {name: torch.stack([part[name] for part in stats]).double() for name in stats[0]}  # (k,) or (k, B)
@@ -470,36 +483,20 @@ def aux_loss_sums(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     return {name: torch.stack([part[name] for part in stats]).double().sum().item() for name in stats[0]}
 
 
-def variances(batch: Batch) -> dict[str, float]:
-    """Sums and sums of squares, in float64, of returns - values and of the returns, for the explained variance."""
-    residuals, values = (x.double().cpu().numpy() for x in (batch.advantages, batch.values))
-    sums = {}
-    for name, x in (("residual", residuals), ("target", values + residuals)):
-        sums |= {name: x.sum(), f"{name}^2": (x**2).sum()}
-    return sums
-
-
-AUX_LOSSES = ("aux_value_loss", "kl_loss", "real_value_loss")
 COLUMNS = (
-    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
-    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *(f"losses/{name}" for name in LOSSES),
-    *("losses/explained_variance", "losses/epochs"),
-    *(f"losses/aux/{name}" for name in AUX_LOSSES),
-    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
-    "time/aux",
+    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
+    *("losses/clipfrac", "losses/explained_variance", "losses/epochs"),
+    *("losses/aux/aux_value_loss", "losses/aux/kl_loss", "losses/aux/real_value_loss", "time/aux"),
 )
 
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     with open_environments(args, (gym.spaces.Discrete, gym.spaces.Box), args.life_loss) as envs:
-        obs_space = envs.single_observation_space
-        if args.norm_obs and len(obs_space.shape) == 3:
-            raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
-        if args.network != "auto" and len(obs_space.shape) == 1:
-            raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
-        transition = obs_space.dtype.itemsize * math.prod(obs_space.shape)
+        space = envs.single_observation_space
+        args.require(not args.norm_obs or len(space.shape) == 1, "norm_obs", "left off for image observations")
+        args.require(args.network == "auto" or len(space.shape) == 3, "network", "left off for vector observations")
+        transition = space.dtype.itemsize * math.prod(space.shape)
         nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)  # with draws, indices
         if args.aux_epochs:
             nbytes += args.n_pi * args.num_steps * envs.num_envs * (transition + 16 * args.aux_epochs + 100)
@@ -510,23 +507,20 @@ def main(args: Args) -> None:
 
 def train(args: Args, run: Run) -> None:
     """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
-    world, device, envs = run.world, run.device, run.envs
+    world, envs = run.world, run.envs
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    agent = Agent(obs_space, action_space, args.network).to(device)
-    parameters = list(agent.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(device)  # last: draws after PPO's
-    aux_parameters = [*parameters, *aux_critic.parameters()]
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(run.device)  # last: draws after PPO's
+    aux_parameters = [*agent.parameters(), *aux_critic.parameters()]
     aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
-    aux_rates = [group["lr"] for group in aux_optimizer.param_groups]
-    obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
+    obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
+    return_moments = RunningMoments((), args.norm_reward)
     run.keep(agent=agent, optimizer=optimizer, generator=generator)
     run.keep(aux_critic=aux_critic, aux_optimizer=aux_optimizer)
     run.keep(obs_moments=obs_moments, return_moments=return_moments)
@@ -542,72 +536,32 @@ def train(args: Args, run: Run) -> None:
     run.average_gradients(ddp_loss)
     ddp_aux_loss = DDP(aux_loss_fn, **options) if world.uses_ddp else aux_loss_fn  # collective
     run.average_gradients(ddp_aux_loss)
+    update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)
+    aux_update = run.graphed(partial(gradient_step, ddp_aux_loss, aux_optimizer, args.max_grad_norm), aux_optimizer)
+    acting = Acting(agent, world, envs.shards, run.logger.note, run.graphed(agent))
 
-    def update(minibatches: list[Batch], fraction: float | torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """One gradient step on a minibatch of each shard here -> what the loss returned for each, apart from itself."""
-        stats = []
-        for minibatch in minibatches:  # gradients are averaged at the last backward
-            loss, mb_stats = ddp_loss(minibatch)
-            optimizer.zero_grad()
-            loss.backward()  # collective
-            stats.append(mb_stats)
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = fraction * rate
-        optimizer.step()
-        return stats
-
-    update = graphed(args.cuda_graphs, world, update, optimizer)
-
-    def aux_update(minibatches: list[AuxBatch], fraction: float | torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """The same for the auxiliary phase."""
-        stats = []
-        for minibatch in minibatches:
-            loss, mb_stats = ddp_aux_loss(minibatch)
-            aux_optimizer.zero_grad()
-            loss.backward()  # collective
-            stats.append(mb_stats)
-        nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
-        for group, rate in zip(aux_optimizer.param_groups, aux_rates, strict=True):
-            group["lr"] = fraction * rate
-        aux_optimizer.step()
-        return stats
-
-    aux_update = graphed(args.cuda_graphs, world, aux_update, aux_optimizer)
-
-    def normalized(raw: np.ndarray) -> np.ndarray:
-        return obs_moments.normalize(raw) if args.norm_obs else raw
-
-    def network_input(raw: np.ndarray) -> torch.Tensor:
-        return to_tensor(normalized(raw), device)
-
-    acting = Acting(agent, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, agent))
-
-    def act(raw: np.ndarray) -> np.ndarray:
+    def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return agent.mode(acting.network(normalized(raw)))
+        return agent.mode(acting.network(obs_moments.normalized(obs)))
 
     phase_returns = deque(maxlen=args.n_pi)
     run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start, and after each checkpoint
-            rollouts = batches = aux_batches = None  # or their memory would be there twice
-            experience = collect(args, run, agent, acting, generator, normalized)
+            rollouts = batches = phases = None  # or their memory would be there twice
+            experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        lr_fraction = as_graph_input(fraction, device)  # of all learning rates, as the optimiser takes it
+        lr_fraction = run.number(fraction)  # of all learning rates, as a CUDA graph can take it
         rollout_start = time.perf_counter()
         rollouts = next(experience)
-        scale = None
-        if args.norm_reward:
-            return_moments.update([x.discounted_returns for x in rollouts], world)  # collective
-            scale = return_moments.std
-        batches = [learning_batch(args, agent, x, scale, network_input) for x in rollouts]
+        return_moments.update([x.discounted_returns for x in rollouts], world)  # collective
+        batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
         update_start = time.perf_counter()
 
         # update; all environments' random numbers are drawn on every rank, as the noise is
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         draws = draws[:, world.local_slice(args.num_envs)]
-        inds = [minibatch_inds(draws[:, rows], args.num_minibatches).to(device) for rows in envs.shards]
+        inds = [minibatch_inds(draws[:, part], args.num_minibatches).to(run.device) for part in envs.shards]
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
@@ -619,54 +573,50 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)
                 minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
-                stats.append(update(minibatches, lr_fraction))  # collective
+                stats.append(update(lr_fraction, minibatches))  # collective
             if args.target_kl is not None:
                 epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
                 epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
                 if epoch_total["approx_kl"] / (args.num_minibatches * world.num_shards) > args.target_kl:
                     break
-        if args.norm_obs:  # last, so that ratios start at 1
-            obs_moments.update([x.obs for x in rollouts], world)  # collective
+        obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
         update_end = time.perf_counter()
 
         # auxiliary phase
-        aux_row, aux_stats = {}, []
+        aux_stats = []
         phase_returns.append([batch.returns for batch in batches])
-        if args.aux_epochs and iteration % args.n_pi == 0:
-            parts = zip(rollouts, zip(*phase_returns, strict=True), strict=True)
-            aux_batches = [aux_batch(args, agent, x, torch.cat(returns), network_input) for x, returns in parts]
+        phase_ended = not args.aux_epochs or iteration % args.n_pi == 0
+        if args.aux_epochs and phase_ended:
+            returns = [torch.cat(parts) for parts in zip(*phase_returns, strict=True)]
+            phases = [phase_of(args, run, agent, x, y, obs_moments) for x, y in zip(rollouts, returns, strict=True)]
             draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
             draws = draws[:, world.local_slice(args.num_envs)]
-            aux_inds = [minibatch_inds(draws[:, rows], args.num_aux_minibatches) for rows in envs.shards]
+            aux_inds = [minibatch_inds(draws[:, part], args.num_aux_minibatches) for part in envs.shards]
             for aux_epoch in range(args.aux_epochs):
                 for i in range(args.num_aux_minibatches):
-                    parts = zip(aux_batches, aux_inds, strict=True)
-                    minibatches = [batch.take(mb[aux_epoch, i], network_input) for batch, mb in parts]
-                    aux_stats.append(aux_update(minibatches, lr_fraction))  # collective
+                    parts = zip(phases, aux_inds, strict=True)
+                    minibatches = [phase.take(mb[aux_epoch, i], run, obs_moments) for phase, mb in parts]
+                    aux_stats.append(aux_update(lr_fraction, minibatches))  # collective
                 world.gather([])  # collective; a stop request is heard here
                 if world.stop:
                     break
-            aux_sums = [aux_loss_sums(x) for x in zip(*aux_stats, strict=True)]
-            aux_total = world.reduce(aux_sums, maxima={"time/aux": time.perf_counter() - update_end})  # collective
-            num_losses = len(aux_stats) * world.num_shards
-            aux_row = {f"losses/aux/{name}": aux_total[name] / num_losses for name in AUX_LOSSES}
-            aux_row["time/aux"] = aux_total["time/aux"]
+        aux_losses = [aux_loss_sums(x) for x in zip(*aux_stats, strict=True)] or [{} for _ in rollouts]
 
         # metrics: sums and counts of all ranks, divided once
         losses = [loss_sums(x, args.clip_coef) for x in zip(*stats, strict=True)]
-        parts = zip(rollouts, losses, batches, strict=True)
-        sums = [rollout.episodes | loss | variances(batch) for rollout, loss, batch in parts]
+        residuals = [residual_sums(batch.advantages, batch.values) for batch in batches]
+        parts = zip(rollouts, losses, residuals, aux_losses, strict=True)
+        sums = [x.episodes | loss | residual | aux for x, loss, residual, aux in parts]
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
+        if aux_stats:
+            times["time/aux"] = time.perf_counter() - update_end
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}
         row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= {f"losses/{name}": total[name] / (len(stats) * world.num_shards) for name in losses[0]}
-        row |= aux_row
-        residual_var, target_var = (total[f"{x}^2"] - total[x] ** 2 / batch_size for x in ("residual", "target"))
-        if target_var > 0:
-            row["losses/explained_variance"] = 1 - residual_var / target_var
+        row |= {f"losses/aux/{name}": total[name] / (len(aux_stats) * world.num_shards) for name in aux_losses[0]}
+        row |= explained_variance(total, batch_size)
         run.logger.log(iteration * batch_size, row)
-        phase_ended = not args.aux_epochs or iteration % args.n_pi == 0
         if run.boundary(iteration * batch_size, act, phase_ended):  # collective
             break
     run.finish()

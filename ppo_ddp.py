@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -36,18 +37,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
-from common.episodes import episode_row
-from common.errors import BadInput
-from common.graphs import as_graph_input, graphed
 from common.machine import require_memory
-from common.normalization import RunningMoments, discounted_returns, standardized
+from common.normalization import RunningMoments, discounted_returns, explained_variance, residual_sums, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
-from common.run.loop import Run, open_run
-from common.shards import to_tensor
-
-Normalized = Callable[[np.ndarray], np.ndarray]
-Input = Callable[[np.ndarray], torch.Tensor]
+from common.run.loop import Run, episode_row, open_run
 
 
 @dataclass
@@ -264,79 +258,92 @@ class Rollout(NamedTuple):
     episodes: dict[str, float]  # sums over the episodes that ended
 
 
-def learning_batch(args: Args, agent: Agent, rollout: Rollout, scale: float | None, network_input: Input) -> Batch:
-    """Values, log-probabilities, advantages and returns of a rollout; rewards are divided by `scale`, if any."""
-    rewards = rollout.rewards if scale is None else (rollout.rewards / scale).clip(-10, 10)
-    rewards = rewards.astype(torch.empty(0).numpy().dtype)  # torch's default, as numpy's
+def learning_batch(
+    args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
+) -> Batch:
+    """Values, log-probabilities, advantages and returns of a rollout."""
+    rewards = return_moments.scaled(rollout.rewards).astype(torch.empty(0).numpy().dtype)  # torch's default
     num_steps, n = rewards.shape
     with torch.no_grad():
-        obs = network_input(rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:]))
-        actions = to_tensor(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]), obs.device)
-        if rollout.features is None:
-            pi, features = agent(obs)
-        else:
-            features = rollout.features.flatten(0, 1)
-            pi = agent.policy(features)
-        logprobs, _ = agent.log_prob_entropy(pi, actions)
+        obs = run.tensor(obs_moments.normalized(rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:])))
+        actions = run.tensor(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
+        features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
+        logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
         # in parts, as the update: values may take convolutions of their own, as PPG's do
         parts = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*part) for part in parts])
-        last_obs = network_input(np.stack([*rollout.next_obs, *rollout.final_obs]))
+        last_obs = run.tensor(obs_moments.normalized(np.stack([*rollout.next_obs, *rollout.final_obs])))
         last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
     next_value, final_values = np.split(last_values, [n])
     rewards[rollout.bootstrapped] += args.gamma * final_values  # truncation bootstraps, termination does not
     old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
     advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
-    advantages = to_tensor(advantages.ravel(), obs.device)
+    advantages = run.tensor(advantages.ravel())
     return Batch(obs, actions, logprobs, values, advantages, advantages + values)
 
 
 def collect(
-    args: Args, run: Run, agent: Agent, acting: Acting, generator: torch.Generator, normalized: Normalized
+    args: Args, run: Run, agent: Agent, acting: Acting, generator: torch.Generator, obs_moments: RunningMoments
 ) -> Iterator[list[Rollout]]:
-    """Start all environments anew; then, `num_steps` steps at a time, a rollout of each shard that is here."""
-    envs, shards, np_dtype = run.envs, run.envs.shards, torch.empty(0).numpy().dtype  # torch's default, as numpy's
+    """Start all environments anew; then, `num_steps` steps at a time, yield the rollout of each shard."""
+    envs, np_dtype = run.envs, torch.empty(0).numpy().dtype  # torch's default, as numpy's
     shape = args.num_steps, envs.num_envs
     action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
     obs = envs.storage(*shape)
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
     features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
     rewards, dones, bootstrapped = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
-    next_obs = run.start_environments()
-    return_carry = np.zeros(envs.num_envs)  # running discounted returns, moved in place
+    next_obs, return_carry = run.start_environments(), np.zeros(envs.num_envs)
     draw = torch.rand if agent.discrete else torch.randn
     while True:
         # all environments' noise is drawn on every rank, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
         final_obs = {}  # of truncated episodes, by step and environment
-        policy = acting.refresh(normalized(next_obs))
+        policy = acting.refresh(obs_moments.normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if features is None:
-                    pi = policy(normalized(next_obs))
+                    pi = policy(obs_moments.normalized(next_obs))
                 else:  # which are kept, not computed twice
-                    looks = [acting.forward(to_tensor(next_obs[rows], run.device)) for rows in shards]
-                    features[step] = torch.cat([part for _, part in looks])
-                    pi = np.concatenate([part.cpu().numpy() for part, _ in looks])
+                    outputs = [acting.forward(run.tensor(next_obs[part])) for part in envs.shards]
+                    features[step] = torch.cat([feature for _, feature in outputs])
+                    pi = np.concatenate([pi.cpu().numpy() for pi, _ in outputs])
                 actions[step] = agent.sample(pi, noise[step])
                 next_obs, rewards[step], termination, truncation, infos = envs.step(actions[step])
                 dones[step], bootstrapped[step] = termination | truncation, truncation & ~termination
                 for i in np.flatnonzero(bootstrapped[step]):
                     final_obs[step, i] = np.array(infos["final_obs"][i])
         learned = np.sign(rewards) if envs.atari else rewards
-        returns, sums = discounted_returns(learned, dones, args.gamma, return_carry), envs.episodes.pop()
+        returns = discounted_returns(learned, dones, args.gamma, return_carry)
         rollouts = []
-        for rows, ended in zip(shards, sums, strict=True):
-            finals = [x for (_, i), x in final_obs.items() if rows.start <= i < rows.stop]
-            parts = (x[:, rows] for x in (obs, actions, learned, returns, dones, bootstrapped))
-            kept = None if features is None else features[:, rows]
-            rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended))
+        for part, episodes in zip(envs.shards, envs.episodes.pop(), strict=True):
+            finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
+            arrays = (x[:, part] for x in (obs, actions, learned, returns, dones, bootstrapped))
+            kept = None if features is None else features[:, part]
+            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, episodes))
         yield rollouts
 
 
 # ALGO LOGIC: pure helpers
+
+
+def gradient_step(
+    loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr_fraction: float, minibatches: list
+) -> list[dict[str, torch.Tensor]]:
+    """One step on a minibatch of each shard of this process -> the statistics that the loss returns for each."""
+    stats = []
+    for minibatch in minibatches:  # DDP averages the gradients over all shards at the last backward
+        loss, mb_stats = loss_fn(minibatch)
+        optimizer.zero_grad()
+        loss.backward()  # collective
+        stats.append(mb_stats)
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr_fraction * group.setdefault("initial_lr", group["lr"])
+    optimizer.step()
+    return stats
 
 
 def compute_gae(
@@ -367,9 +374,6 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     return inds.view(num_epochs, n, num_minibatches, -1).transpose(1, 2).flatten(2)
 
 
-LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-
-
 def loss_sums(stats: list[dict[str, torch.Tensor]], clip_coef: float) -> dict[str, float]:
     """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by name."""
     table = {name: torch.stack([part[name] for part in stats]).double() for name in stats[0]}  # (k,) or (k, B)
@@ -381,33 +385,19 @@ def loss_sums(stats: list[dict[str, torch.Tensor]], clip_coef: float) -> dict[st
     return dict(zip(table, torch.stack([*table.values()]).sum(-1).tolist(), strict=True))
 
 
-def variances(batch: Batch) -> dict[str, float]:
-    """Sums and sums of squares, in float64, of returns - values and of the returns, for the explained variance."""
-    residuals, values = (x.double().cpu().numpy() for x in (batch.advantages, batch.values))
-    sums = {}
-    for name, x in (("residual", residuals), ("target", values + residuals)):
-        sums |= {name: x.sum(), f"{name}^2": (x**2).sum()}
-    return sums
-
-
 COLUMNS = (
-    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
-    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    *(f"losses/{name}" for name in LOSSES),
-    *("losses/explained_variance", "losses/epochs"),
-    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
+    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
+    *("losses/clipfrac", "losses/explained_variance", "losses/epochs"),
 )
 
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     with open_environments(args, (gym.spaces.Discrete, gym.spaces.Box), args.life_loss) as envs:
-        obs_space = envs.single_observation_space
-        if args.norm_obs and len(obs_space.shape) == 3:
-            raise BadInput(f"--norm-obs: {args.env_id} has image observations; leave it off (--no-norm-obs).")
-        if args.network != "auto" and len(obs_space.shape) == 1:
-            raise BadInput(f"--network {args.network}: {args.env_id} has vector observations; leave it off.")
-        transition = obs_space.dtype.itemsize * math.prod(obs_space.shape)
+        space = envs.single_observation_space
+        args.require(not args.norm_obs or len(space.shape) == 1, "norm_obs", "left off for image observations")
+        args.require(args.network == "auto" or len(space.shape) == 3, "network", "left off for vector observations")
+        transition = space.dtype.itemsize * math.prod(space.shape)
         nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)  # with draws, indices
         require_memory("--num-steps", args.num_steps, nbytes, envs.world)
         with open_run(args, __file__, COLUMNS, envs) as run:
@@ -416,19 +406,17 @@ def main(args: Args) -> None:
 
 def train(args: Args, run: Run) -> None:
     """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
-    world, device, envs = run.world, run.device, run.envs
+    world, envs = run.world, run.envs
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
-    agent = Agent(obs_space, action_space, args.network).to(device)
-    parameters = list(agent.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    obs_moments, return_moments = RunningMoments(obs_space.shape), RunningMoments()
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
+    return_moments = RunningMoments((), args.norm_reward)
     run.keep(agent=agent, optimizer=optimizer, generator=generator)
     run.keep(obs_moments=obs_moments, return_moments=return_moments)
     loss_fn = PPOLoss(agent, args)
@@ -438,55 +426,30 @@ def train(args: Args, run: Run) -> None:
     options = {"gradient_as_bucket_view": True, "static_graph": True}
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
+    update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)
+    acting = Acting(agent, world, envs.shards, run.logger.note, run.graphed(agent))
 
-    def update(minibatches: list[Batch], fraction: float | torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """One gradient step on a minibatch of each shard here -> what the loss returned for each, apart from itself."""
-        stats = []
-        for minibatch in minibatches:  # gradients are averaged at the last backward
-            loss, mb_stats = ddp_loss(minibatch)
-            optimizer.zero_grad()
-            loss.backward()  # collective
-            stats.append(mb_stats)
-        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = fraction * rate
-        optimizer.step()
-        return stats
-
-    update = graphed(args.cuda_graphs, world, update, optimizer)
-
-    def normalized(raw: np.ndarray) -> np.ndarray:
-        return obs_moments.normalize(raw) if args.norm_obs else raw
-
-    def network_input(raw: np.ndarray) -> torch.Tensor:
-        return to_tensor(normalized(raw), device)
-
-    acting = Acting(agent, world, envs.shards, run.logger.note, graphed(args.cuda_graphs, world, agent))
-
-    def act(raw: np.ndarray) -> np.ndarray:
+    def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return agent.mode(acting.network(normalized(raw)))
+        return agent.mode(acting.network(obs_moments.normalized(obs)))
 
     run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start, and after each checkpoint
             rollouts = batches = None  # or their memory would be there twice
-            experience = collect(args, run, agent, acting, generator, normalized)
+            experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        lr_fraction = as_graph_input(fraction, device)  # of all learning rates, as the optimiser takes it
+        lr_fraction = run.number(fraction)  # of all learning rates, as a CUDA graph can take it
         rollout_start = time.perf_counter()
         rollouts = next(experience)
-        scale = None
-        if args.norm_reward:
-            return_moments.update([x.discounted_returns for x in rollouts], world)  # collective
-            scale = return_moments.std
-        batches = [learning_batch(args, agent, x, scale, network_input) for x in rollouts]
+        return_moments.update([x.discounted_returns for x in rollouts], world)  # collective
+        batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
         update_start = time.perf_counter()
 
         # update; all environments' random numbers are drawn on every rank, as the noise is
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         draws = draws[:, world.local_slice(args.num_envs)]
-        inds = [minibatch_inds(draws[:, rows], args.num_minibatches).to(device) for rows in envs.shards]
+        inds = [minibatch_inds(draws[:, part], args.num_minibatches).to(run.device) for part in envs.shards]
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
@@ -498,28 +461,25 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)
                 minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
-                stats.append(update(minibatches, lr_fraction))  # collective
+                stats.append(update(lr_fraction, minibatches))  # collective
             if args.target_kl is not None:
                 epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
                 epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
                 if epoch_total["approx_kl"] / (args.num_minibatches * world.num_shards) > args.target_kl:
                     break
-        if args.norm_obs:  # last, so that ratios start at 1
-            obs_moments.update([x.obs for x in rollouts], world)  # collective
+        obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
         update_end = time.perf_counter()
 
         # metrics: sums and counts of all ranks, divided once
         losses = [loss_sums(x, args.clip_coef) for x in zip(*stats, strict=True)]
-        parts = zip(rollouts, losses, batches, strict=True)
-        sums = [rollout.episodes | loss | variances(batch) for rollout, loss, batch in parts]
+        residuals = [residual_sums(batch.advantages, batch.values) for batch in batches]
+        sums = [x.episodes | loss | residual for x, loss, residual in zip(rollouts, losses, residuals, strict=True)]
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
         total = world.reduce(sums, maxima=times)  # collective
         row = episode_row(total) | {name: total[name] for name in times}
         row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= {f"losses/{name}": total[name] / (len(stats) * world.num_shards) for name in losses[0]}
-        residual_var, target_var = (total[f"{x}^2"] - total[x] ** 2 / batch_size for x in ("residual", "target"))
-        if target_var > 0:
-            row["losses/explained_variance"] = 1 - residual_var / target_var
+        row |= explained_variance(total, batch_size)
         run.logger.log(iteration * batch_size, row)
         if run.boundary(iteration * batch_size, act):  # collective
             break

@@ -36,8 +36,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.acting import Acting
 from common.environments import open_environments
-from common.errors import BadInput
-from common.graphs import graphed
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
@@ -241,11 +239,8 @@ def compute_td_target(
 
 
 COLUMNS = (
-    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
-    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
     *("losses/qf_loss", "losses/qf1_loss", "losses/qf2_loss", "losses/qf1_values", "losses/qf2_values"),
     *("losses/actor_loss", "losses/alpha_loss", "losses/alpha"),
-    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
 )
 
 
@@ -253,12 +248,12 @@ def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
     with open_environments(args, (gym.spaces.Box,)) as envs:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
-        if len(obs_space.shape) != 1:
-            raise BadInput(f"--env-id {args.env_id}: has image observations; this script needs vectors.")
+        args.require(len(obs_space.shape) == 1, "env_id", "an environment with vector observations, not images")
         low, high = action_space.low, action_space.high
-        if not ((low < high) & (low >= -1e6) & (high <= 1e6)).all():  # beyond, float32 overflows in the losses
-            needed = "must have distinct bounds, within -1e6 and 1e6 (gymnasium.wrappers.TransformAction gives such)"
-            raise BadInput(f"--env-id {args.env_id}: action space {' '.join(str(action_space).split())} {needed}.")
+        bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
+        needed = f"an environment whose actions have distinct bounds, within -1e6 and 1e6, not {action_space}"
+        advice = " (gymnasium.wrappers.TransformAction gives such)"
+        args.require(bounded, "env_id", f"{' '.join(needed.split())}{advice}")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "gamma": args.gamma}
         action = (math.prod(action_space.shape),), torch.empty(0).numpy().dtype
         rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, *action, **options)
@@ -322,8 +317,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         actor_optimizer.step()
         return stats
 
-    critic_update = graphed(args.cuda_graphs, world, critic_update, q_optimizer)
-    actor_update = graphed(args.cuda_graphs, world, actor_update, actor_optimizer)
+    critic_update = run.graphed(critic_update, q_optimizer)
+    actor_update = run.graphed(actor_update, actor_optimizer)
     acting = Acting(actor, world, envs.shards, run.logger.note)
 
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
@@ -335,7 +330,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """The actions of the means, for evaluation."""
         return acting.network(obs, np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype))
 
-    means = Means(world)
+    means = Means(run)
     run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         if run.restart:  # at the start, and after each checkpoint
@@ -365,7 +360,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row(envs.episodes)  # collective
+            row = means.row()  # collective
             row |= {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}
             if "losses/qf1_loss" in row:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2

@@ -15,15 +15,6 @@ MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
 EVALUATION_BOUNDARY = 100  # steps of an evaluation
 
 
-def episode_row(total: dict[str, float]) -> dict[str, float]:
-    """The sums of `EpisodeStatistics.pop` over all ranks -> a row's columns; no means where no episode ended."""
-    row = {"charts/episodes": int(total["episodes"])}
-    if total["episodes"]:
-        row["charts/episodic_return"] = total["return"] / total["episodes"]
-        row["charts/episodic_length"] = total["length"] / total["episodes"]
-    return row
-
-
 def evaluate(
     act: Callable[[np.ndarray], np.ndarray], envs: Environments | None, episodes: int, world: World
 ) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
@@ -50,12 +49,3 @@ def require_divisible(flag: str, value: int, divisor: int, divisor_name: str) ->
         below = value - value % divisor
         nearest = f"{below} or {below + divisor}" if below else f"{divisor}"
         raise BadInput(f"{flag} {value}: must be a multiple of {divisor_name} ({divisor}), such as {nearest}.")
-
-
-def require_divisor(flag: str, value: int, size: int, size_name: str) -> None:
-    """Raise `BadInput` with the nearest valid values unless `value` divides `size`."""
-    if size % value:
-        small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
-        valid = [*small, *(size // d for d in reversed(small))]  # ascending
-        nearest = [d for d in valid if d < value][-1:] + [d for d in valid if d > value][:1]
-        raise BadInput(f"{flag} {value}: must divide {size_name} ({size}), such as {' or '.join(map(str, nearest))}.")

@@ -9,10 +9,13 @@ from common.distributed import World
 
 
 class RunningMoments:
-    """Running moments of arrays of `shape`, the same on all ranks. `m2`: the sum of squared deviations."""
+    """Running moments of arrays of `shape`, the same on all ranks. `m2`: the sum of squared deviations.
 
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
-        self.shape = shape
+    Where not `enabled`, nothing is counted, and `normalized` and `scaled` return what they are given.
+    """
+
+    def __init__(self, shape: tuple[int, ...] = (), enabled: bool = True) -> None:
+        self.shape, self.enabled = shape, enabled
         self.count, self.mean, self.m2 = 0.0, np.zeros(shape), np.zeros(shape)
 
     def update(self, parts: list[np.ndarray], world: World) -> None:
@@ -20,6 +23,8 @@ class RunningMoments:
 
         Counts, means and squared deviations are merged (Chan et al. 1979), so that large squares do not cancel.
         """
+        if not self.enabled:
+            return
         of_shards = []
         for x in parts:
             x = x.reshape(-1, *self.shape).astype(np.float64)
@@ -37,10 +42,15 @@ class RunningMoments:
         """Standard deviation, (*shape), of the population; 1 before the first batch."""
         return np.sqrt(self.m2 / self.count + 1e-8) if self.count else np.ones(self.shape)
 
-    def normalize(self, x: np.ndarray) -> np.ndarray:
+    def normalized(self, x: np.ndarray) -> np.ndarray:
         """(x - mean) / std, clipped at +-10, in torch's default dtype."""
-        normalized = ((x - self.mean) / self.std).clip(-10, 10)
-        return normalized.astype(torch.empty(0).numpy().dtype)
+        if not self.enabled:
+            return x
+        return ((x - self.mean) / self.std).clip(-10, 10).astype(torch.empty(0).numpy().dtype)
+
+    def scaled(self, x: np.ndarray) -> np.ndarray:
+        """x / std, clipped at +-10."""
+        return (x / self.std).clip(-10, 10) if self.enabled else x
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, as tensors, which `torch.load(weights_only=True)` reads."""
@@ -75,3 +85,18 @@ def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
     mean, std = (torch.from_numpy(y).to(parts[0]) for y in (first / count, std))
     return [(x - mean) / (std + 1e-8) for x in parts]
+
+
+def residual_sums(advantages: torch.Tensor, values: torch.Tensor) -> dict[str, float]:
+    """Sums and sums of squares, in float64, of returns - values and of the returns: for `explained_variance`."""
+    residuals, values = advantages.double().cpu().numpy(), values.double().cpu().numpy()
+    sums = {}
+    for name, x in (("residual", residuals), ("target", values + residuals)):
+        sums |= {name: x.sum(), f"{name}^2": (x**2).sum()}
+    return sums
+
+
+def explained_variance(total: dict[str, float], count: int) -> dict[str, float]:
+    """The part of the returns' variance that the values explain, as a column; none where all returns are equal."""
+    residual, target = (total[f"{name}^2"] - total[name] ** 2 / count for name in ("residual", "target"))
+    return {"losses/explained_variance": 1 - residual / target} if target > 0 else {}

@@ -51,7 +51,7 @@ def test_ppg_refuses_a_run_without_an_auxiliary_phase():
         ppg_ddp.Args(total_timesteps=8191)
     ppg_ddp.Args(total_timesteps=8192)
     ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)
-    with pytest.raises(BadInput, match="--num-aux-minibatches 3: must divide.*such as 2 or 4[.]"):
+    with pytest.raises(BadInput, match="--num-aux-minibatches 3: must be a divisor of.*such as 2 or 4[.]"):
         ppg_ddp.Args(num_aux_minibatches=3)
     with pytest.raises(BadInput, match="--num-aux-minibatches 17: .*16000000000.*such as 16 or 20[.]"):  # at once
         ppg_ddp.Args(num_aux_minibatches=17, num_steps=10**9, total_timesteps=10**12)

@@ -23,6 +23,7 @@ from common.environments import make_envs
 from common.errors import Fault
 from common.run.arguments import parse
 from common.run.logger import Logger, write_whole
+from common.run.loop import header
 from runs import PATIENCE, ROOT, finish, run, start, wait_until
 
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py")
@@ -88,7 +89,7 @@ def test_the_run_directory(script, tmp_path):
     module = ppg_ddp if "ppg" in script else ppo_ddp
     with open(result.dir / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["global_step", *module.COLUMNS]
+    assert list(rows[0]) == ["global_step", *header(module.COLUMNS)]
     updates = [row for row in rows if row["losses/policy_loss"]]
     evaluations = [row for row in rows if row["eval/episodic_return"]]
     assert [int(row["global_step"]) for row in updates] == list(range(128, 2049, 128))
@@ -123,7 +124,7 @@ def test_the_run_directory_of_replay_scripts(script, tmp_path):
     module, loss = ALL[script], "losses/td_loss" if script == "dqn_ddp.py" else "losses/qf1_loss"
     with open(result.dir / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["global_step", *module.COLUMNS] and "1200 transitions by 4 env" in result.out
+    assert list(rows[0]) == ["global_step", *header(module.COLUMNS)] and "1200 transitions by 4 env" in result.out
     updates = [row for row in rows if row["charts/learning_rate"]]
     assert [int(row["global_step"]) for row in updates] == [200, 400, 600, 800, 1000, 1200]
     assert [bool(row[loss]) for row in updates] == [False] * 4 + [True] * 2
@@ -243,7 +244,7 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
 def test_the_time_left_is_that_of_learning(tmp_path, capsys):
     """Nothing is said before the first loss; then the rate since then counts, not that of random actions before."""
     args = dqn_ddp.Args(total_timesteps=20_000, run_dir=str(tmp_path / "run"))
-    with Logger(args, "dqn_ddp.py", dqn_ddp.COLUMNS, World(cuda=False)) as logger:
+    with Logger(args, "dqn_ddp.py", header(dqn_ddp.COLUMNS), World(cuda=False)) as logger:
         for step, rest in ((9_000, {}), (10_000, {"losses/td_loss": 1.0}), (11_000, {"losses/td_loss": 1.0})):
             logger.learning = logger.learning and (10_000, logger.learning[1] - 60)  # a minute for 1,000 transitions
             logger.log(step, {"eval/episodic_return": 1.0, "time/eval": 0.0} | rest)
@@ -258,7 +259,7 @@ def test_a_name_that_columns_lack_is_told_on_every_rank(rank, tmp_path, monkeypa
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     args = dqn_ddp.Args(run_dir=str(tmp_path / "run"))
-    with Logger(args, "dqn_ddp.py", dqn_ddp.COLUMNS, World(cuda=False)) as logger:
+    with Logger(args, "dqn_ddp.py", header(dqn_ddp.COLUMNS), World(cuda=False)) as logger:
         logger.log(8, {"losses/td_loss": 1.0})
         with pytest.raises(Fault, match="^step 16: metrics.csv has no column losses/mine; add it to COLUMNS.$"):
             logger.log(16, {"losses/td_loss": 1.0, "losses/mine": 1.0})

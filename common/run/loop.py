@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.distributed import World
-from common.environments import Environments, EpisodeStatistics
-from common.episodes import episode_row, evaluate
+from common.environments import Environments
+from common.episodes import evaluate
 from common.errors import BadInput
+from common.graphs import as_graph_input, graphed
 from common.run.arguments import RunArgs
 from common.run.checkpoint import Checkpoints, load_model
 from common.run.logger import Logger
-from common.shards import average_over_shards
+from common.shards import average_over_shards, to_tensor
 from common.state import check_equal
 
 Act = Callable[[np.ndarray], np.ndarray]
@@ -29,6 +29,29 @@ MEETING = 500  # transitions (all processes) after which a request to stop is he
 def crossed(period: int, before: int, now: int) -> bool:
     """True where the step counter reached or passed a multiple of `period` between `before` and `now`; 0 is never."""
     return period > 0 and now // period > before // period
+
+
+def episode_row(total: dict[str, float]) -> dict[str, float]:
+    """The sums of `EpisodeStatistics.pop` over all ranks -> a row's columns; no means where no episode ended."""
+    row = {"charts/episodes": int(total["episodes"])}
+    if total["episodes"]:
+        row["charts/episodic_return"] = total["return"] / total["episodes"]
+        row["charts/episodic_length"] = total["length"] / total["episodes"]
+    return row
+
+
+STANDARD = {
+    "charts/": ("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
+    "eval/": ("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
+    "losses/": (),
+    "time/": ("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
+}
+
+
+def header(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns of metrics.csv: those of every script and a script's own, each in the group of its first word."""
+    groups = [(*names, *(x for x in columns if x.startswith(prefix))) for prefix, names in STANDARD.items()]
+    return (*sum(groups, ()), *(x for x in columns if not x.startswith(tuple(STANDARD))))
 
 
 class Run:
@@ -69,6 +92,18 @@ class Run:
                 lacking = "its module" if parameter not in kept else "its optimiser"
                 name = name.removeprefix("module.")
                 raise BadInput(f"run.keep: {name} is trained, but {lacking} is not kept; call run.keep with it before.")
+
+    def graphed(self, function: Callable, *optimizers: torch.optim.Optimizer) -> Callable:
+        """`function`, with `--cuda-graphs` as a CUDA graph that includes the steps of its optimisers."""
+        return graphed(self.args.cuda_graphs, self.world, function, *optimizers)
+
+    def number(self, number: float) -> float | torch.Tensor:
+        """A number that changes from call to call of a `graphed` function, which would otherwise keep the first."""
+        return as_graph_input(number, self.device)
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        """The array on this process's device."""
+        return to_tensor(array, self.device)
 
     def begin(self, act: Act, last_step: int, plan: str) -> None:
         """Go on from a checkpoint or load a model, print `plan`, and evaluate `act` before anything is learned.
@@ -147,8 +182,8 @@ class Means:
     `seconds`: by column, for the script to add to. A row shows those of the slowest process.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, run: Run) -> None:
+        self.world, self.envs = run.world, run.envs
         self._clear()
 
     def _clear(self) -> None:
@@ -165,10 +200,10 @@ class Means:
             for name, value in part.items():
                 sums[name] += value
 
-    def row(self, episodes: EpisodeStatistics) -> dict[str, float]:
+    def row(self) -> dict[str, float]:
         """The columns of episodes, losses and times since the last call, over all processes."""
         losses = [{name: value.item() for name, value in sums.items()} for sums in self.sums]
-        sums = [ended | part for ended, part in zip(episodes.pop(), losses, strict=True)]
+        sums = [ended | part for ended, part in zip(self.envs.episodes.pop(), losses, strict=True)]
         total = self.world.reduce(sums, maxima=self.seconds)  # collective
         row = episode_row(total) | {name: total[name] for name in self.seconds}
         row |= {f"losses/{name}": total[name] / n / self.world.num_shards for name, n in self.counts.items()}
@@ -180,8 +215,8 @@ class Means:
 def open_run(args: RunArgs, file: str, columns: tuple[str, ...], envs: Environments) -> Iterator[Run]:
     """Open the run directory and the process group; call what trains inside, as a function of its own.
 
-    (Its DDP modules must be gone when the process group ends.)
+    (Its DDP modules must be gone when the process group ends.) `columns`: the script's own of metrics.csv.
     """
     world = envs.world
-    with Logger(args, file, columns, world, envs.evaluation) as logger, world.process_group(args.timeout):
+    with Logger(args, file, header(columns), world, envs.evaluation) as logger, world.process_group(args.timeout):
         yield Run(args, envs, logger)
