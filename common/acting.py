@@ -86,12 +86,12 @@ INTERNAL -= {"_forward_hooks", "_forward_pre_hooks"}
 
 def snapshot(value: Any) -> Any:
     """An attribute's state, to be compared later: numbers by value, tensors by address, else the identity."""
+    if isinstance(value, dict):
+        return {name: snapshot(x) for name, x in value.items() if name not in INTERNAL}
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    if isinstance(value, dict):
-        return {name: snapshot(x) for name, x in value.items() if name not in INTERNAL}
     return [snapshot(x) for x in value] if isinstance(value, list | tuple) else id(value)
 
 
