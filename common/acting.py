@@ -86,12 +86,12 @@ INTERNAL -= {"_forward_hooks", "_forward_pre_hooks"}
 
 def snapshot(value: Any) -> Any:
     """An attribute's state, to be compared later: numbers by value, tensors by address, else the identity."""
+    if isinstance(value, dict):
+        return {name: snapshot(x) for name, x in value.items() if name not in INTERNAL}
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    if isinstance(value, dict):
-        return {name: snapshot(x) for name, x in value.items() if name not in INTERNAL}
     return [snapshot(x) for x in value] if isinstance(value, list | tuple) else id(value)
 
 
@@ -220,10 +220,9 @@ def chunk(x: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
     return [x[(..., slice(i, i + size), *after)] for i in range(0, x.shape[dim], size)]
 
 
-# by torch's names; what is in none of these has no translation
-OPERATORS = fx.graph.magic_methods  # such as "add": "{} + {}"
-OPERATORS = OPERATORS | {"pow": "({}) ** {}", "to": "{}.astype({}, copy=False)"}
-NUMPY = {name: getattr(np, name) for name in "abs cos exp log sin sqrt square tanh".split()} | {
+# by torch's names; what is in none of these has no translation. fx has operators such as "add": "{} + {}"
+OPERATORS = {**fx.graph.magic_methods, "pow": "({}) ** {}", "to": "{}.astype({}, copy=False)"}
+NUMPY = {
     "linear": lambda x, weight, bias=None: x @ weight.T + (0.0 if bias is None else bias),
     "relu": lambda x, inplace=False: np.maximum(x, 0.0, out=x if inplace else None),
     "clamp": lambda x, min=None, max=None: np.clip(x, min, max),
@@ -236,6 +235,8 @@ NUMPY = {name: getattr(np, name) for name in "abs cos exp log sin sqrt square ta
     "float": lambda x: x.astype(np.float32, copy=False),
     "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
 }
+NUMPY |= {"abs": np.abs, "cos": np.cos, "exp": np.exp, "log": np.log, "sin": np.sin, "sqrt": np.sqrt}
+NUMPY |= {"square": np.square, "tanh": np.tanh}
 TORCH = """elu silu gelu mish leaky_relu hardtanh softplus sigmoid softmax log_softmax layer_norm rms_norm
     amax amin max min maximum minimum std var logsumexp where erf log1p expm1 detach clone contiguous
     expand split unbind flatten view reshape squeeze unsqueeze transpose permute""".split()  # torch on that memory
