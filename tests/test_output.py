@@ -246,7 +246,8 @@ def test_the_time_left_is_that_of_learning(tmp_path, capsys):
     args = dqn_ddp.Args(total_timesteps=20_000, run_dir=str(tmp_path / "run"))
     with Logger(args, "dqn_ddp.py", dqn_ddp.COLUMNS, World(cuda=False)) as logger:
         for step, rest in ((9_000, {}), (10_000, {"losses/td_loss": 1.0}), (11_000, {"losses/td_loss": 1.0})):
-            logger.learning = logger.learning and (10_000, logger.learning[1] - 60)  # a minute for 1,000 transitions
+            first = logger.console.first_loss
+            logger.console.first_loss = first and (10_000, first[1] - 60)  # a minute for 1,000 transitions
             logger.log(step, {"eval/episodic_return": 1.0, "time/eval": 0.0} | rest)
     _, before, first, later = capsys.readouterr().out.strip().split("\n")
     assert "left" not in before + first and "0:09:00 left" in later
