@@ -3,8 +3,8 @@
 A simulator cannot be saved in general. So a checkpoint also ends all episodes, as truncations, and every environment
 starts anew from a seed of its own for each checkpoint; a run that is never disturbed does the same, so that "go on" and
 "never stopped" are one program. `checkpoints/{global_step}` in the run directory holds state.pt (what is equal on all
-ranks), a file for each shard's part of a replay buffer, and a manifest with a digest of each file, which comes last:
-what has no whole manifest does not count.
+ranks), a file for each shard of a replay buffer, and a manifest with a digest of each file, which comes last: what has
+no whole manifest does not count.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Checkpoints:
                 shutil.rmtree(other, ignore_errors=True)
 
     def finish(self) -> None:
-        """After the last row: say what could not be written, and that the run is finished, unless a signal ended it."""
+        """After the last row: say what could not be written; mark the run as finished, unless a signal ended it."""
         if not self.every or not self.logger.enabled:
             return
         if self.failed:

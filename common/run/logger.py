@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from common.run.tracking import TensorBoard, Wandb, one_line
 from common.run.video import film, require_encoder
 from common.state import state_of
 
-CREATED = ("config.json", "metrics.csv", "changes.diff", "videos", "tensorboard", "wandb_id")  # before the first row
+FILES = ("config.json", "metrics.csv", "changes.diff", "videos", "tensorboard", "wandb_id")  # of a run that begins
 
 
 class Logger:
@@ -50,9 +49,9 @@ class Logger:
         if args.capture_video:
             require_encoder()
         self.args, self.enabled, self.columns = args, world.rank == 0, ("global_step", *columns)
-        self.rng_state: torch.Tensor | None = torch.get_rng_state()  # None once it is said that something drew from it
-        self.started, self.wall, self.evaluated = time.perf_counter(), 0.0, 0.0  # seconds: before a stop; evaluating
-        self.last_step = 0  # of the newest row
+        self.rng_state: torch.Tensor | None = torch.get_rng_state()  # None once a draw from it was noted
+        self.started, self.wall = time.perf_counter(), 0.0  # and seconds of the run before this start
+        self.evaluated, self.last_step = 0.0, 0  # seconds of evaluations; the newest row's step
         self.console, self.trackers = Console(args.total_timesteps), []
         self.eval_envs, self.films, self.feed_watchdog = eval_envs, args.capture_video, world.watchdog.feed
         if not self.enabled:
@@ -74,12 +73,12 @@ class Logger:
         args, script = self.args, Path(file).stem
         self._make_dir(script)
         opened.callback(os.close, locked(self.dir))
-        self.found = {path.name for path in self.dir.iterdir()}
-        if not args.resume and not self.found.isdisjoint({"metrics.csv", "config.json"}):
+        self.present = {path.name for path in self.dir.iterdir()}
+        if not args.resume and self.present & {"metrics.csv", "config.json"}:
             fault = "holds a run already; name a new directory, or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: {fault}.")
-        self.resumed = args.resume and "config.json" in self.found
-        self.finished = self.resumed and "finished" in self.found
+        self.resumed = args.resume and "config.json" in self.present
+        self.finished = self.resumed and "finished" in self.present
         opened.push(self._end)
         sources, self.changes = source_record(Path(file))
         environment = environment_record(world) | sources
@@ -105,7 +104,7 @@ class Logger:
             self._send_recorded()
 
     def _make_dir(self, script: str) -> None:
-        """Make the run directory: --run-dir, or one that no other run has, not even one of the same second."""
+        """Make the run directory: --run-dir, or a new one, with a number where a run of the same second has it."""
         env_id = self.args.env_id.replace("/", "-").replace(":", "-")
         default = f"runs/{env_id}__{script}__{self.args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         for number in range(1, 100):
@@ -124,7 +123,7 @@ class Logger:
         self.load_state_dict({"metrics": ",".join(self.columns) + "\n", "wall": 0.0, "evaluated": 0.0})
 
     def continued(self, global_step: int, changes: list[str]) -> None:
-        """Say what is not as it was before a checkpoint, and add it to config.json, a change of sources beside it."""
+        """Say what is not as it was before a checkpoint, and add it to config.json; changed sources have a file."""
         self.note(f"no longer the same bytes as without a stop: {'; '.join(changes)}")
         change = {"global_step": global_step, "commit": self.record["commit"], "changes": changes}
         config = self.config | {"continued": [*self.config.get("continued", []), change]}
@@ -164,8 +163,8 @@ class Logger:
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
 
-        Every rank calls with the same losses: where one is not finite, all raise `Fault` after the row. So they do for
-        a name that `columns` lack, before it.
+        Every rank must call with the same losses. All raise `Fault` for a name that `columns` lack, before the row, and
+        for a loss that is not finite, after it.
         """
         for name in row:
             if name not in self.columns:
@@ -248,7 +247,7 @@ class Logger:
             self.console.note(text)
 
     def save(self, global_step: int, state: Mapping[str, Any]) -> None:
-        """Write model.pt, for `weights_only=True`: `state` but optimisers and generators, the arguments, the step."""
+        """Write model.pt, for `weights_only=True`: the arguments, the step, `state` without what only trains."""
         if self.enabled:
             model = {"args": self.args.experiment(), "global_step": global_step}
             model |= {name: state_of(x) for name, x in for_model(state).items()}
@@ -259,18 +258,18 @@ class Logger:
     def __enter__(self) -> Logger:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self.enabled:
-            self.console.end(complete=kind is None)
-            self.opened.__exit__(kind, error, at)
+            self.console.end(complete=error is None)
+            self.opened.__exit__(kind, error, traceback)
 
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def _end(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """End the trackers; remove what a new run has made that failed before its first update's row."""
-        failed = kind is not None and not (isinstance(error, SystemExit) and not error.code)  # 0: it was finished
+        failed = bool(error.code) if isinstance(error, SystemExit) else error is not None  # code 0: it was finished
         for tracker in self.trackers:
             tracker.finish(failed)
-        if failed and not self.resumed and self.last_step == 0:
-            for path in (self.dir / name for name in CREATED if name not in self.found):
+        if error is not None and not self.resumed and self.last_step == 0:
+            for path in (self.dir / name for name in FILES if name not in self.present):
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             for folder in self.made:
@@ -279,7 +278,7 @@ class Logger:
 
 
 def for_model(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a run's state goes into model.pt: all but optimisers and generators."""
+    """What of a run's state goes into model.pt: all except optimisers and generators."""
     return {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}
 
 
