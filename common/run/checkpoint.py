@@ -53,7 +53,7 @@ class Checkpoints:
         self.global_step, self.number = 0, 0
         self.newest: list[str] = []  # the names of the two that are to stay
         self.failed: list[int] = []  # the steps of those that could not be written
-        self.patience, self.last_meeting = args.timeout / 4, time.monotonic()
+        self.seconds_alone = args.timeout / 4  # after which a rank that reads or writes meets the others
         if not self.every:
             return
         # three ranks' numbers are added in an order that moves with DDP's buckets, which each start lays out anew
@@ -110,22 +110,22 @@ class Checkpoints:
             yield folder / f"replay-{shard}", self._chunks(pieces)
 
     def _chunks(self, pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """The pieces, none larger than `CHUNK`. Every rank must call `_gather_when_done` afterwards.
+        """The pieces of a file, none larger than `CHUNK`. Every rank must call `_gather_when_done` afterwards.
 
-        If the work takes long, the ranks meet in between: the watchdog of a rank that waits must not end it.
+        The ranks meet at its beginning and while it takes long: the watchdog of a rank that waits must not end it.
         """
+        deadline = 0.0
         for piece in pieces:
             for start in range(0, len(piece), CHUNK):
-                if time.monotonic() > self.last_meeting + self.patience:
+                if time.monotonic() > deadline:
                     self.world.gather_objects((False, None))  # collective
-                    self.last_meeting = time.monotonic()
+                    deadline = time.monotonic() + self.seconds_alone
                 yield piece[start : start + CHUNK]
 
     def _gather_when_done(self, value: Any) -> list[Any]:
         """Gather a value from every rank, once the slowest has read or written its chunks."""
         while True:
             table = self.world.gather_objects((True, value))  # collective
-            self.last_meeting = time.monotonic()
             if all(done for done, _ in table):
                 return [value for _, value in table]
 
@@ -170,7 +170,7 @@ class Checkpoints:
         self.global_step, self.number = global_step, self.number + 1
         # under a name that is its own: ranks of a killed attempt that are still there do not write into it
         folder = self.dir / self.world.gather_objects(f"{global_step}.{secrets.token_hex(4)}.part")[0]  # collective
-        files, fault, self.last_meeting = {}, "", time.monotonic()
+        files, fault = {}, ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path, memory in self._replay_files(folder):

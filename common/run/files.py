@@ -68,10 +68,10 @@ def flush_names(folder: Path) -> None:
 
 
 def locked(folder: Path) -> int:
-    """Make a folder and lock it -> the open descriptor that holds the lock; no process outlives its locks.
+    """Make a folder and lock it -> the descriptor that holds the lock, until it is closed or the process ends.
 
     Waits for an owner that is ending; raises `BadInput` (--run-dir) where another process keeps the lock. On a file
-    system that has no locks there is none.
+    system without locks it takes none.
     """
     deadline = time.monotonic() + PATIENCE
     while True:

@@ -33,14 +33,14 @@ FILES = ("config.json", "metrics.csv", "changes.diff", "videos", "tensorboard", 
 
 
 class Logger:
-    """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows elsewhere by flag.
+    """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to trackers.
 
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
-    `global_step`; `eval_envs`: those of which --capture-video films one. Raises `BadInput` for a directory that holds a
-    run or cannot be written (--run-dir), and where wandb or an encoder is missing, or nobody is logged in (--track,
-    --capture-video); later `Fault`, with the path, where something cannot be written. A run that fails before its first
-    update's row leaves nothing. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`, whether the
-    directory holds a run that is to go on; `finished`, whether that run is complete.
+    `global_step`; `eval_envs`: --capture-video films the first. Raises `BadInput` for a directory that holds a run or
+    cannot be written (--run-dir), where a package is missing, and where nobody is logged in (--track); later `Fault`,
+    with the path, where something cannot be written. A run that fails before its first row (that of the evaluation
+    before learning does not count) leaves nothing. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`,
+    whether the directory holds a run that is to go on; `finished`, whether that run is complete.
     """
 
     def __init__(
