@@ -215,10 +215,14 @@ def test_a_vanished_directory_ends_the_run(how, tmp_path):
     assert how == "deleted" or (tmp_path / "there" / "metrics.csv").read_text().endswith("\n")
 
 
-def test_a_run_that_does_not_start_leaves_nothing(tmp_path, monkeypatch):
-    """A fault before the first row: neither files nor the folders made for them, and the same command may try again."""
+EVALUATED = {"eval_every": 512, "eval_episodes": 1, "capture_video": True, "tensorboard": True}
+
+
+@pytest.mark.parametrize("settings", [{"eval_every": 0}, EVALUATED], ids=["without evaluations", "with a film"])
+def test_a_run_that_does_not_start_leaves_nothing(settings, tmp_path, monkeypatch):
+    """A fault before the first update's row: no files, nor folders made for them; the same command may try again."""
     monkeypatch.setattr(ppo_ddp, "compute_gae", lambda *_: 1 / 0)
-    args = ppo_ddp.Args(total_timesteps=512, eval_every=0, run_dir=str(tmp_path / "a" / "b"))
+    args = ppo_ddp.Args(total_timesteps=512, run_dir=str(tmp_path / "a" / "b"), **settings)
     with pytest.raises(ZeroDivisionError):
         ppo_ddp.main(args)
     assert list(tmp_path.iterdir()) == []
@@ -229,7 +233,7 @@ def test_a_run_that_does_not_start_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["notes"]
     monkeypatch.undo()
     ppo_ddp.main(args)
-    assert (tmp_path / "a" / "b" / "metrics.csv").read_text().count("\n") == 2
+    assert (tmp_path / "a" / "b" / "metrics.csv").read_text().count("\n") == (2 if settings is not EVALUATED else 4)
 
 
 def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
@@ -246,7 +250,8 @@ def test_the_time_left_is_that_of_learning(tmp_path, capsys):
     args = dqn_ddp.Args(total_timesteps=20_000, run_dir=str(tmp_path / "run"))
     with Logger(args, "dqn_ddp.py", header(dqn_ddp.COLUMNS), World(cuda=False)) as logger:
         for step, rest in ((9_000, {}), (10_000, {"losses/td_loss": 1.0}), (11_000, {"losses/td_loss": 1.0})):
-            logger.learning = logger.learning and (10_000, logger.learning[1] - 60)  # a minute for 1,000 transitions
+            first = logger.console.first_loss
+            logger.console.first_loss = first and (10_000, first[1] - 60)  # a minute for 1,000 transitions
             logger.log(step, {"eval/episodic_return": 1.0, "time/eval": 0.0} | rest)
     _, before, first, later = capsys.readouterr().out.strip().split("\n")
     assert "left" not in before + first and "0:09:00 left" in later

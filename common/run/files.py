@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the run directory's lock."""
+"""Files that are whole or not there, and the lock of the run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.errors import BadInput, Fault
 
@@ -20,29 +20,27 @@ CHUNK = 2**26  # bytes that are read at once, and after which a file that is wri
 hashing = partial(hashlib.blake2b, digest_size=16)
 
 
-def write_flushed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file and flush it to the disk, each piece from where it is -> its size in bytes, and its digest."""
+def size_and_digest(pieces: Iterable[bytes | memoryview], file: BinaryIO | None = None) -> tuple[int, str]:
+    """The size in bytes and the digest of what the pieces hold together; `file`: where to write them."""
     digest, size, flushed = hashing(), 0, 0
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
-            size += len(piece)
-            if size - flushed >= CHUNK:  # otherwise the last flush may have gigabytes to write
-                os.fsync(file.fileno())
-                flushed = size
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
-
-
-def size_and_digest(pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """The size in bytes and the digest of what the pieces hold together."""
-    digest, size = hashing(), 0
     for piece in pieces:
         digest.update(piece)
         size += len(piece)
+        if file is not None:
+            file.write(piece)
+            if size - flushed >= CHUNK:  # otherwise the last flush may have gigabytes to write
+                os.fsync(file.fileno())
+                flushed = size
     return size, digest.hexdigest()
+
+
+def write_flushed(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a file and flush it to the disk -> its size in bytes, and its digest."""
+    with open(path, "wb") as file:
+        found = size_and_digest(pieces, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return found
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
@@ -63,17 +61,17 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 
 def flush_names(folder: Path) -> None:
-    """Have the disk know what is in a folder."""
+    """Flush the names of a folder's files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def locked(folder: Path) -> int:
-    """Make a folder and hold its lock, which ends with the process -> the descriptor that holds it.
+    """Make a folder and lock it -> the descriptor that holds the lock, until it is closed or the process ends.
 
-    Waits for a dying owner; raises `BadInput` (--run-dir) where another process keeps it. A file system that has no
-    locks is taken without.
+    Waits for an owner that is ending; raises `BadInput` (--run-dir) where another process keeps the lock. On a file
+    system without locks it takes none.
     """
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -81,17 +79,16 @@ def locked(folder: Path) -> int:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            if time.monotonic() > deadline:
-                raise BadInput(
-                    f"--run-dir {folder}: another process is writing there; end it, or name another."
-                ) from None
-            time.sleep(0.1)
-            continue
-        except OSError:
-            return descriptor
-        with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
                 return descriptor
-        os.close(descriptor)  # its owner removed it at the end
+        except FileNotFoundError:
+            pass  # its last owner removed it at the end
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                fault = "another process is writing there; end it, or name another"
+                raise BadInput(f"--run-dir {folder}: {fault}.") from None
+            time.sleep(0.1)
+        except OSError:  # no locks
+            return descriptor
+        os.close(descriptor)
