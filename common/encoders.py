@@ -30,17 +30,15 @@ class Encoder(NamedTuple):
 
 def image_encoder(space: gym.spaces.Box, network: str = "auto", init: Init = default_init) -> Encoder:
     """Returns IMPALA's encoder for `network` "impala"; for "auto" Nature's if images are large, MinAtar's if not."""
-    pixels = Pixels(space)(torch.zeros(1, *space.shape))
-    channels = space.shape[0]
     if network == "impala":
-        layers, width = impala_layers(channels, init), 256
+        layers, width = impala_layers(space.shape[0], init), 256
     elif is_large(space):
-        layers, width = nature_layers(channels, init), 512
+        layers, width = nature_layers(space.shape[0], init), 512
     else:
-        layers, width = minatar_layers(channels, init), 128
+        layers, width = minatar_layers(space.shape[0], init), 128
     encoder = nn.Sequential(*layers, nn.Flatten()).to(memory_format=torch.channels_last)
     with torch.no_grad():
-        num_features = encoder(pixels).shape[1]
+        num_features = encoder(torch.zeros(1, *space.shape)).shape[1]
     return Encoder(encoder, num_features, width)
 
 

@@ -1,18 +1,12 @@
-"""Vector environments: construction, seeds by global index, the spaces that fit."""
+"""Vector environments: how they are made, seeded by global index, checked and counted."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import multiprocessing
-import os
-import random
-import re
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -23,17 +17,10 @@ from common.distributed import World
 from common.encoders import is_large
 from common.errors import BadInput, Fault, require_divisible
 from common.machine import require_compiler, require_memory, set_threads
-from common.pool import OURS, Pool
-from common.watchdog import end_with_parent
+from common.simulators import GYMNASIUMS, RESERVED, atari_hint, make_vec, seed_libraries
 
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
-COLOURS = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}  # ALE's own environments' films
-# options that are the program's, or would hide what it counts
-GYMNASIUMS = {"id", "num_envs", "vectorization_mode", "vector_kwargs", "wrappers", "render_mode"}
-ALES = GYMNASIUMS | {"game", "rom_path", "num_threads", "autoreset_mode", "reward_clipping", "life_loss_info"}
-RESERVED = {"envpool": OURS, "ALE": ALES | {"episodic_life", "batch_size", "seed", "thread_affinity_offset"}}
-WORKER_FAULT = "--vectorization async: the process of an environment ended; was it killed?"
 
 
 def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: int) -> np.ndarray:
@@ -43,11 +30,6 @@ def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: 
     """
     words = [np.random.SeedSequence([seed, domain, *restart, i]).generate_state(1)[0] for i in indices]
     return np.array(words, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
-
-
-def is_native_atari(env_id: str) -> bool:
-    """True for ids that run in ALE's own C++ vector environment: observations (4, 84, 84), oldest frame first."""
-    return env_id.startswith("ALE/")
 
 
 class Episode(NamedTuple):
@@ -94,40 +76,34 @@ class EpisodeStatistics:
 
 
 class Environments(VectorWrapper):
-    """Environments known by their global indices, with a seed each; what they say is checked before it is used.
+    """Environments known by their global indices, with a seed each; what they give is checked before it is used.
 
-    `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first, and after a reset copies
-    of the first (`repeats_first`) or zeros. Images are (channels, height, width); where the simulator gives them as
-    (height, width, channels), `channels_last`, they are views that keep its order in memory. `shards`: which
-    environments are each shard's. `episodes`: those since the start. `world` and `evaluation` (None where no episode
-    of it is played here) are given by `open_environments`. `first`: the episode 0 of the last evaluation, if it was
-    played here.
+    Images are (channels, height, width). If the simulator gives them as (height, width, channels), `channels_last`,
+    they are views of that. `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first;
+    after a reset these are copies of the first (`repeats_first`), or zeros. `shards`: the environments of each shard.
+    `episodes`: those since the start. `world` and `evaluation` (None if this rank plays no part of it) are set by
+    `open_environments`. `first`: episode 0 of the last evaluation, if it was played here.
     """
 
+    world: World | None = None
+    evaluation: Environments | None = None
+    first: Episode | None = None
+
     def __init__(
-        self, envs: VectorEnv, seed: int, domain: int, indices: Sequence[int], channels_last: bool = False
+        self, envs: VectorEnv, family: str, seed: int, domain: int, indices: Sequence[int], channels_last: bool
     ) -> None:
         super().__init__(envs)
-        self.seed = seed
+        self.seed, self.indices, self.seeds = seed, indices, environment_seeds(seed, domain, indices)
         self.name = "environment" if domain == TRAINING else "evaluation episode"
-        self.indices, self.seeds, self.steps = indices, environment_seeds(seed, domain, indices), 0
-        self.first: Episode | None = None
-        self.world: World | None = None
-        self.evaluation: Environments | None = None
-        self.shards = [slice(0, len(indices))]
-        ale, pool = is_ale(envs), isinstance(envs, Pool)
-        self.atari, self.repeats_first, self.takes_array = ale or (pool and envs.atari), pool, ale
-        self.worker_gone = (EOFError, ConnectionError) if isinstance(envs, AsyncVectorEnv) else ()  # its pipe's errors
-        spaces = envs.single_observation_space, envs.single_action_space
-        self.stack = spaces[0].shape[0] if ale else envs.stack if pool else 1
-        self.float_obs, self.float_actions = (np.issubdtype(space.dtype, np.floating) for space in spaces)
-        self.channels_last = channels_last
+        self.steps, self.shards, self.channels_last = 0, [slice(0, len(indices))], channels_last
+        space, self.ale = envs.single_observation_space, family == "ALE"
+        self.atari, self.repeats_first = is_atari(family, envs), family == "envpool"
+        self.stack = space.shape[0] if self.ale else getattr(envs, "stack", 1)
+        self.float_obs = np.issubdtype(space.dtype, np.floating)
+        self.float_actions = np.issubdtype(envs.single_action_space.dtype, np.floating)
         if channels_last:
-            bounds = self._channels_first(spaces[0].low), self._channels_first(spaces[0].high)
-            self.single_observation_space = gym.spaces.Box(*bounds, dtype=spaces[0].dtype)
-
-    def _channels_first(self, obs: np.ndarray) -> np.ndarray:
-        return np.moveaxis(obs, -1, -3) if self.channels_last else obs
+            low, high = self._channels_first(space.low), self._channels_first(space.high)
+            self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
 
     def storage(self, *shape: int) -> np.ndarray:
         """Zeros (*shape, *observation's shape), in memory as the simulator's observations, so that copies are fast."""
@@ -140,43 +116,33 @@ class Environments(VectorWrapper):
         if checkpoint:
             seeds = environment_seeds(self.seed, RESTART, self.indices, checkpoint)
             seed_libraries(int(seeds[0]))
-        try:  # ALE's take an array, and only that
-            obs, _ = self.env.reset(seed=seeds if self.takes_array else seeds.tolist())
-        except self.worker_gone as error:
-            raise Fault(WORKER_FAULT) from error
         self.steps, self.episodes = 0, EpisodeStatistics(self.shards)
-        if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
-            self._name_fault("an observation", obs)
+        obs, _ = self._ask(self.env.reset, seed=seeds if self.ale else seeds.tolist())  # ALE's take only an array
+        if self.float_obs:
+            self._require_finite("an observation", obs)
         return self._channels_first(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step of actions `in_space`; `episode_ended` in the infos (n,): where a whole one did.
+        """A vector step of actions `in_space`; `episode_ended` in the infos (n,): where a whole episode ended.
 
         Raises `Fault`, naming environment and step, for what is not finite.
         """
         self.steps += 1
         actions = self.in_space(actions)
-        if self.float_actions and not math.isfinite(np.vdot(actions, actions)):
-            self._name_fault("the action for it", actions, "; the networks have diverged: try a lower learning rate")
-        try:
-            obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        except self.worker_gone as error:
-            raise Fault(WORKER_FAULT) from error
-        except SystemExit as error:  # a window that was closed, say: the run is not done
-            which = f"{self.name}s {self.indices[0]} to {self.indices[-1]}"
-            raise Fault(f"{which}: one called sys.exit({error.code}).") from error
-        # a vector's product with itself is the cheapest sum; it may overflow, so what is named is looked for anew
-        if not math.isfinite(np.vdot(rewards, rewards)):
-            self._name_fault("a reward", rewards)
-        if self.float_obs and not math.isfinite(np.vdot(obs, obs)):
-            self._name_fault("an observation", obs)
+        if self.float_actions:
+            advice = "; the networks have diverged: try a lower learning rate"
+            self._require_finite("the action for it", actions, advice)
+        obs, rewards, terminations, truncations, infos = self._ask(self.env.step, actions)
+        self._require_finite("a reward", rewards)
+        if self.float_obs:
+            self._require_finite("an observation", obs)
         if self.float_obs and "final_obs" in infos:
             for i in np.flatnonzero(truncations & ~terminations):
-                self._name_fault("its last observation", infos["final_obs"][i][None], at=i)
+                self._require_finite("its last observation", infos["final_obs"][i][None], at=i)
+        dones = terminations | truncations
         if self.channels_last and "final_obs" in infos:
-            ended = np.flatnonzero(terminations | truncations)
-            infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in ended}
-        infos["episode_ended"] = self.episodes.step(rewards, terminations | truncations, infos)
+            infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in np.flatnonzero(dones)}
+        infos["episode_ended"] = self.episodes.step(rewards, dones, infos)
         return self._channels_first(obs), rewards, terminations, truncations, infos
 
     def in_space(self, actions: np.ndarray) -> np.ndarray:
@@ -186,7 +152,34 @@ class Environments(VectorWrapper):
             return actions + space.start
         return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
 
-    def _name_fault(self, what: str, values: np.ndarray, advice: str = "", at: int = 0) -> None:
+    def close(self) -> None:
+        """Close all. Asynchronous ones, of which a worker died, would wait for its answer, and are killed instead."""
+        workers = getattr(self.unwrapped, "processes", [])
+        if all(worker.is_alive() for worker in workers):
+            self.env.close(**({"timeout": 5} if workers else {}))
+        else:
+            for worker in workers:
+                worker.kill()
+            self.unwrapped.closed = True
+
+    def _channels_first(self, obs: np.ndarray) -> np.ndarray:
+        return np.moveaxis(obs, -1, -3) if self.channels_last else obs
+
+    def _ask(self, ask: Callable[..., tuple], *inputs: Any, **options: Any) -> tuple:
+        """What the simulators answer. Raises `Fault` if the process of one is gone, or if one wants to end the run."""
+        try:
+            return ask(*inputs, **options)
+        except (EOFError, ConnectionError) as error:
+            if not isinstance(self.env, AsyncVectorEnv):
+                raise
+            raise Fault("--vectorization async: the process of an environment ended; was it killed?") from error
+        except SystemExit as error:  # a window that was closed, say: the run is not done
+            which = f"{self.name}s {self.indices[0]} to {self.indices[-1]}"
+            raise Fault(f"{which}: one called sys.exit({error.code}).") from error
+
+    def _require_finite(self, what: str, values: np.ndarray, advice: str = "", at: int = 0) -> None:
+        if math.isfinite(np.vdot(values, values)):  # the cheapest sum; it may overflow, so the value is looked for anew
+            return
         for i in np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1)):
             value = values[i][~np.isfinite(values[i])].flat[0] if values[i].shape else values[i]
             where = f"{self.name} {self.indices[at + i]}, its step {self.steps}"
@@ -197,7 +190,7 @@ class Environments(VectorWrapper):
 def open_environments(
     args: Any, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
 ) -> Iterator[Environments]:
-    """This rank's training environments, with the `world` of ranks and its part of an `evaluation`; closed at the end.
+    """This rank's training environments, with the `world` of ranks and its part of the `evaluation`; closed at the end.
 
     `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s. Torch's threads are set.
     Raises `BadInput` as `World`, `require_compiler` and `make_envs` do, and for numbers of environments that do not
@@ -206,8 +199,8 @@ def open_environments(
     world = World(args.cuda, args.shards)
     if getattr(args, "compile", False):
         require_compiler(world)
-    parts = "--shards" if world.sharded else "the number of processes"
-    require_divisible("--num-envs", args.num_envs, world.num_shards, parts)
+    divisor_name = "--shards" if world.sharded else "the number of processes"
+    require_divisible("--num-envs", args.num_envs, world.num_shards, divisor_name)
     size, num_episodes = args.num_envs // world.num_shards, args.eval_episodes if args.eval_every else 0
     training = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards]
@@ -215,22 +208,21 @@ def open_environments(
 
     with ExitStack() as stack:
 
-        def opened(flag: str, number: int, domain: int, by_shard: list[range], life_loss: bool) -> Environments:
-            ends = np.cumsum([len(part) for part in by_shard])
+        def opened(flag: str, number: int, domain: int, parts: list[range], life_loss: bool) -> Environments:
+            ends = np.cumsum([len(part) for part in parts])
             require_memory(flag, number, SMALLEST * ends[-1], world)
             if ends[-1] > 1000 and world.rank == 0:
                 print(f"making {ends[-1]:,} environments of {args.env_id}", flush=True)  # may take minutes
-            indices = np.concatenate([np.array(part) for part in by_shard if part])
+            indices = np.concatenate(parts)
             envs = make_envs(args.env_id, args.seed, domain, indices, *options, life_loss, args.env_kwargs)
-            stack.callback(close, envs)
-            starts = [0, *ends[:-1]]
-            envs.shards = [slice(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
+            stack.callback(envs.close)
+            envs.shards = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
             envs.world = world
             return envs
 
         envs = opened("--num-envs", args.num_envs, TRAINING, training, life_loss)
-        if any(episodes):
-            envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, episodes, False)
+        if played := [part for part in episodes if part]:
+            envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, played, False)
         set_threads(args.num_threads, is_large(envs.single_observation_space), world)
         yield envs
 
@@ -253,163 +245,65 @@ def make_envs(
     --env-id for an unknown id, a missing extra, or a space that no script can use, and --env-kwargs for what the
     simulator refuses.
     """
-    seeds = environment_seeds(seed, domain, indices)
-    options = vectorization, num_threads, life_loss, env_kwargs
-    envs = make_vec(env_id, len(indices), int(seeds[0]), *options)
-    named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if json.loads(env_kwargs) else "")
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    fault, ours, axis = None, env_id.startswith(("ALE/", "envpool/")), channels_axis(env_id, envs)
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) not in (1, 3):
-        fault = f"observation space {obs_space} is not a vector (1-D Box) or an image (3-D Box)"
-        if not ours:  # which cannot be wrapped
-            fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
-    elif axis not in (None, 0, 2):
-        fault = f"observation space {obs_space} is an image of which it is not clear where its channels are"
-        fault += ": first or last, they must be fewer than its rows and its columns"
-    elif axis is not None and min(np.delete(obs_space.shape, axis)) < 3:
-        fault = f"observation space {obs_space} is an image smaller than 3 x 3"
-    elif 0 in (*obs_space.shape, *(action_space.shape or ())):
-        fault = f"observation space {obs_space} or action space {action_space} holds no number"
-    elif not isinstance(action_space, action_spaces):
-        fault = f"action space {action_space} is not {' or '.join(space.__name__ for space in action_spaces)}"
-    elif isinstance(action_space, gym.spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
-        fault = f"action space {action_space} is a Box of integers; only a Box of floats is supported"
-    if fault:
-        envs.close()
-        raise BadInput(f"{named}: {' '.join(fault.split())}.")
-    return Environments(envs, seed, domain, indices, channels_last=axis == 2)
-
-
-def channels_axis(env_id: str, envs: VectorEnv) -> int | None:
-    """The axis of an image's channels: 0 or 2, another number where that is not clear; None without images.
-
-    It is the smallest side, but where we know better: games have any number of frames or of objects.
-    """
-    shape = envs.single_observation_space.shape or ()
-    if len(shape) != 3:
-        return None
-    if is_ale(envs) or (isinstance(envs, Pool) and envs.atari):
-        return 0
-    if env_id.startswith("MinAtar/"):
-        return 2
-    return shape.index(min(shape)) if shape.count(min(shape)) == 1 else -1
-
-
-def is_ale(envs: VectorEnv) -> bool:
-    return type(envs.unwrapped).__name__ == "AtariVectorEnv"
-
-
-def make_vec(
-    env_id: str,
-    num_envs: int,
-    seed: int,
-    vectorization: str = "sync",
-    num_threads: int = 1,
-    life_loss: bool = False,
-    env_kwargs: str = "{}",
-    draws: bool = False,
-) -> VectorEnv:
-    """The bare environments of `make_envs`, with its errors; `seed` is for libraries. `draws`: for films."""
-    same_step = AutoresetMode.SAME_STEP
-    seed_libraries(seed)
-    options = json.loads(env_kwargs)
+    options, (first_seed,) = json.loads(env_kwargs), environment_seeds(seed, domain, indices[:1]).tolist()
+    named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
     family = env_id.partition("/")[0]
     if taken := sorted(options.keys() & RESERVED.get(family, GYMNASIUMS)):
         raise BadInput(f"--env-kwargs {env_kwargs}: {taken[0]} is not to be set here; leave it out.")
-    module, colon, _ = env_id.rpartition(":")
-    if colon and not all(word.isidentifier() for word in module.split(".")):
-        raise BadInput(f"--env-id {env_id}: must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
     try:
-        if is_native_atari(env_id):
-            import ale_py
-
-            gym.register_envs(ale_py)
-            own = {"autoreset_mode": same_step, "num_threads": min(num_threads, num_envs), "life_loss_info": life_loss}
-            own["reward_clipping"] = False  # statistics count the score; scripts take the sign
-            own["repeat_action_probability"] = 0.0  # as in the published results for NoFrameskip-v4
-            own |= options | (COLOURS if draws else {})
-            envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **own)
-        elif env_id.startswith("envpool/"):
-            task = env_id.removeprefix("envpool/")
-            envs = Pool(task, num_envs, num_threads, options, life_loss, draws)
-        else:
-            if env_id.startswith("MinAtar/"):
-                from minatar.gym import register_envs
-
-                if "MinAtar/Breakout-v1" not in gym.registry:
-                    register_envs()
-            own = {"render_mode": "rgb_array"} if draws else {}
-            own["vector_kwargs"] = {"autoreset_mode": same_step, "copy": False}  # scripts copy what they keep
-            own["wrappers"] = [partial(alone, seed=seed), *([Unstick] if env_id.startswith("MinAtar/") else [])]
-            envs = gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, **own, **options)
+        envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, life_loss)
     except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
         for worker in multiprocessing.active_children():  # of a vector that could not be made whole
             worker.kill()
             worker.join()
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
-        named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
         raise BadInput(f"{named}: {reason}{atari_hint(env_id)}") from error
     except (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
         if not options:
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        raise BadInput(f"--env-kwargs {env_kwargs}: {reason}") from error
-    assert envs.metadata["autoreset_mode"] == same_step
-    return envs
+        raise BadInput(f"--env-kwargs {env_kwargs}: {type(error).__name__}: {one_line(error)[:500]}") from error
+    assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    observation, action = f"observation space {obs_space}", f"action space {action_space}"
+    fault, shape = None, obs_space.shape or ()
+    axis = channels_axis(family, envs) if len(shape) == 3 else None
+    if not isinstance(obs_space, gym.spaces.Box) or len(shape) not in (1, 3):
+        fault = f"{observation} is not a vector (1-D Box) or an image (3-D Box)"
+        if family not in RESERVED:  # which cannot be wrapped
+            fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
+    elif axis == 1:
+        fault = f"{observation} is an image of which it is not clear where its channels are"
+        fault += ": first or last, they must be fewer than its rows and its columns"
+    elif axis is not None and min(np.delete(shape, axis)) < 3:
+        fault = f"{observation} is an image smaller than 3 x 3"
+    elif 0 in (*shape, *(action_space.shape or ())):
+        fault = f"{observation} or {action} holds no number"
+    elif not isinstance(action_space, action_spaces):
+        fault = f"{action} is not {' or '.join(space.__name__ for space in action_spaces)}"
+    elif isinstance(action_space, gym.spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
+        fault = f"{action} is a Box of integers; only a Box of floats is supported"
+    if fault:
+        envs.close()
+        raise BadInput(f"{named}: {one_line(fault)}.")
+    return Environments(envs, family, seed, domain, indices, channels_last=axis == 2)
 
 
-def seed_libraries(seed: int) -> None:
-    """Seed what an environment may draw from beside its own generator: `random` and `numpy.random`."""
-    random.seed(seed)
-    np.random.seed(seed)
+def channels_axis(family: str, envs: VectorEnv) -> int:
+    """The axis of an image's channels: 0, or 2, or 1 where that is not clear. It is the smallest, except in games."""
+    shape = envs.single_observation_space.shape
+    if is_atari(family, envs):
+        return 0  # of any number of frames
+    if family == "MinAtar":
+        return 2  # of any number of kinds of objects
+    return shape.index(min(shape)) if shape.count(min(shape)) == 1 else 1
 
 
-def atari_hint(env_id: str) -> str:
-    """For an Atari game's older ids, where it is found here; otherwise nothing."""
-    game = re.sub(r"(NoFrameskip|Deterministic)?-v\d+$", "", env_id)
-    with contextlib.suppress(ImportError):
-        import ale_py
-
-        gym.register_envs(ale_py)
-    return f" Here it is ALE/{game}-v5." if f"ALE/{game}-v5" in gym.registry and "/" not in game else ""
+def is_atari(family: str, envs: VectorEnv) -> bool:
+    return family == "ALE" or (family == "envpool" and envs.atari)
 
 
-def alone(env: gym.Env, seed: int) -> gym.Env:
-    """In a worker process: Ctrl-C spares it, it never outlives its rank, and libraries are seeded for it alone."""
-    name, _, index = multiprocessing.current_process().name.partition("-")
-    if name == "Worker<AsyncVectorEnv>":
-        os.setsid()
-        end_with_parent(signal.SIGKILL)
-        seed_libraries(seed + int(index))
-        return Seeded(env)
-    return env
-
-
-class Seeded(gym.Wrapper):
-    """In a worker process: a reset with a seed seeds libraries too, so that what follows depends on it alone."""
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        if seed is not None:
-            seed_libraries(seed)
-        return self.env.reset(seed=seed, options=options)
-
-
-def close(envs: VectorEnv) -> None:
-    """Close `envs`; asynchronous ones of which a worker died would wait for its answer, and are killed instead."""
-    workers = envs.unwrapped.processes if isinstance(envs.unwrapped, AsyncVectorEnv) else []
-    if all(worker.is_alive() for worker in workers):
-        envs.close(**({"timeout": 5} if workers else {}))
-    else:
-        for worker in workers:
-            worker.kill()
-        envs.unwrapped.closed = True
-
-
-class Unstick(gym.Wrapper):
-    """MinAtar keeps the last action, which may stick, over a reset: then an episode would not follow from its seed."""
-
-    def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
-        self.unwrapped.game.last_action = 0
-        return self.env.reset(**kwargs)
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())

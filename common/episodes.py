@@ -1,4 +1,4 @@
-"""Episodes of all ranks: those that end while learning, and evaluations, the same at every world size."""
+"""Evaluations, and a row of the episodes that ended while learning: the same at every world size."""
 
 from __future__ import annotations
 

@@ -19,21 +19,32 @@ from gymnasium.vector.utils import batch_space
 OURS = {"num_envs", "batch_size", "num_threads", "max_num_players", "thread_affinity_offset", "base_path", "seed"}
 OURS |= {"env_seed", "gym_reset_return_info", "env_name", "task", "task_name", "reward_clip", "episodic_life"}
 OURS |= {"zero_discount_on_life_loss", "render_mode", "render_env_id"}
-PIXELS = {"from_pixels", "render_width", "render_height", "render_camera_id"}  # which MuJoCo's have beside their own
 COUNTS = {"max_episode_steps", "frame_skip", "stack_num", "frame_stack", "img_height", "img_width"}
+PICTURES = {"render_width", "render_height", "render_camera_id"}
 TRIAL = """
-import json, sys, envpool, numpy
-options = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[2]).items()}
-env = envpool.make_gymnasium(sys.argv[1], num_envs=1, seed=[0], **options)
-env.reset()
-env.step(numpy.asarray(env.action_space.sample())[None])
-if "max_episode_steps" in options:
-    short = envpool.make_gymnasium(sys.argv[1], num_envs=1, seed=[0], **options | {"max_episode_steps": 1})
-    short.reset()
-    if not short.step(numpy.asarray(short.action_space.sample())[None])[3].any():
-        sys.exit("it ignores max_episode_steps; leave that out")
-if "render_mode" in options:
-    env.render()
+import json, signal, sys, envpool, numpy
+signal.alarm(60)
+task = sys.argv[1]
+options = {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(sys.argv[2]).items()}
+
+def step(**more):
+    env = envpool.make_gymnasium(task, num_envs=1, seed=[0], **options | more)
+    env.reset()
+    truncations = env.step(numpy.asarray(env.action_space.sample())[None])[3]
+    if "render_mode" in options:
+        env.render()
+    return truncations
+
+try:
+    step()
+except TypeError as error:
+    if "keyword" in str(error):  # an option that the task lacks
+        sys.exit(str(error))
+    defaults = envpool.make_spec(task).config._asdict()
+    wrong = {name: x for name, x in options.items() if type(x) is not type(defaults.get(name, x))}
+    sys.exit("".join(f"{name} {x!r}: must be such as {defaults[name]!r}. " for name, x in wrong.items()) or "too large")
+if "max_episode_steps" in options and not step(max_episode_steps=1).any():
+    sys.exit("it ignores max_episode_steps; leave that out")
 """
 
 
@@ -43,8 +54,8 @@ class Pool(VectorEnv):
     EnvPool takes seeds only when it makes environments, so `reset` makes them anew. A dictionary of vectors and
     numbers is observed as one vector, in the order of its keys. Of an Atari game, `game_over` in the infos tells where
     the whole game ended; with `life_loss` a lost life terminates, and the game goes on.
-    Raises `gym.error.Error` for an unknown task, one of several players or one that cannot be made, `TypeError` or
-    `ValueError` naming an option that it lacks or a wrong value, and `RuntimeError` for options that do not work.
+    Raises `gym.error.Error` for an unknown task, one of several players or one that cannot be made, and `ValueError`
+    for options that do not work.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -57,40 +68,30 @@ class Pool(VectorEnv):
         if task not in (tasks := envpool.list_all_envs()):
             near = difflib.get_close_matches(task, tasks, 3, 0.5) or tasks[:3]
             raise gym.error.NameNotFound(f"EnvPool has no {task}; it has {', '.join(near)}, ...")
-        config = options_of(task, options)
-        for name, value in options.items():
-            if name not in config.keys() | (PIXELS if options.get("from_pixels") else {"from_pixels"}):
-                raise TypeError(f"{task} has no {name}; it has {', '.join(sorted(config.keys() - OURS))}")
-            wanted = type(config.get(name, value))
-            if wanted is tuple and isinstance(value, list):  # JSON has no tuples
-                options = options | {name: tuple(value)}
-            elif not isinstance(value, (int, float) if wanted is float else wanted):
-                raise TypeError(f"{name} {value!r}: must be of type {wanted.__name__}, such as {config[name]!r}")
-            least = 1 if name in COUNTS else -(2**31)
-            if isinstance(value, int) and not least <= value < 2**31:
-                raise ValueError(f"{name} {value}: must be from {least} to {2**31 - 1}")
-        config |= options
-        if config["max_num_players"] > 1:
-            raise gym.error.Error(f"EnvPool's {task} has several players; it must have one.")
-        self.atari = "full_action_space" in config
-        self.stack = config["stack_num"] if self.atari and config["gray_scale"] else 1  # frames of an observation
-        self.life_loss, self.num_envs, self.render_mode = self.atari and life_loss, num_envs, None
+        self.num_envs, self.render_mode = num_envs, "rgb_array" if draws else None
         if draws:
-            self.render_mode = "rgb_array"
             options = options | {"render_mode": self.render_mode}
         if options:
             require_works(task, json.dumps(options))
-        self.make = functools.partial(envpool.make_gymnasium, task, num_threads=min(num_threads, num_envs), **options)
+        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}  # JSON has no tuples
+        threads = min(num_threads, num_envs)
+        self.make = functools.partial(envpool.make_gymnasium, task, num_threads=threads, **options)
         try:
             one = self.make(num_envs=1, seed=[0])
         except RuntimeError as error:
             raise gym.error.Error(f"EnvPool cannot make {task}: {error}") from error
+        config = one.spec.config._asdict()
+        if config["max_num_players"] > 1:
+            raise gym.error.Error(f"EnvPool's {task} has several players; it must have one.")
+        self.atari = "full_action_space" in config
+        self.life_loss = self.atari and life_loss
+        self.stack = config["stack_num"] if self.atari and config["gray_scale"] else 1  # frames of an observation
         with warnings.catch_warnings(action="ignore"):  # that bounds of spaces lose digits
             space, self.single_action_space = one.observation_space, one.action_space
-            self.parts: list[str] = []  # of a dictionary
-            if isinstance(space, gym.spaces.Dict) and all(is_vector(part) for part in space.spaces.values()):
-                self.parts, space = list(space.spaces), gym.spaces.flatten_space(space)
-            self.single_observation_space, self.observation_space = space, batch_space(space, num_envs)
+        self.parts: list[str] = []  # of a dictionary
+        if isinstance(space, gym.spaces.Dict) and all(is_vector(part) for part in space.spaces.values()):
+            self.parts, space = list(space.spaces), gym.spaces.flatten_space(space)
+        self.single_observation_space, self.observation_space = space, batch_space(space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def _observed(self, obs: Any) -> np.ndarray:
@@ -133,30 +134,19 @@ def is_vector(space: gym.Space) -> bool:
     return isinstance(space, gym.spaces.Box) and len(space.shape) <= 1 and np.issubdtype(space.dtype, np.floating)
 
 
-def options_of(task: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a task has, with their defaults; ViZDoom's own task exists only with those given."""
-    import envpool
-
-    for given in ({}, options):
-        try:
-            return envpool.make_spec(task, **given).config._asdict()
-        except RuntimeError as error:
-            fault = error
-    raise gym.error.Error(f"EnvPool cannot make {task}: {fault}")
-
-
 @functools.cache
 def require_works(task: str, options: str) -> None:
-    """Raise `RuntimeError` where a task does not start with these options (JSON), or ignores the limit of steps.
+    """Raise `ValueError` for options (JSON) that a task lacks, dies of, or ignores, as some do the limit of steps.
 
     It is tried in a process of its own, since what a simulator cannot do, such as drawing without OpenGL, may end it.
     """
-    command = [sys.executable, "-c", TRIAL, task, options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    try:  # a session of its own: Ctrl-C spares it
-        done = subprocess.run(command, **pipes, text=True, timeout=60, start_new_session=True)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"EnvPool's {task} does not start so in 60 seconds") from error
+    for name, value in json.loads(options).items():
+        if name in COUNTS and isinstance(value, int) and value < 1:
+            raise ValueError(f"{name} {value}: must be at least 1")
+        if name in PICTURES and '"from_pixels": true' not in options:
+            raise ValueError(f"{task} ignores {name} without from_pixels; leave that out")
+    command = [sys.executable, "-c", TRIAL, task, options]  # in a session of its own: Ctrl-C spares it
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
-        said = " ".join(" ".join(done.stdout.splitlines()[-3:]).split())
-        raise RuntimeError(f"EnvPool's {task} does not run so here: {said or f'exit code {done.returncode}'}")
+        said = " ".join((done.stdout + done.stderr).splitlines()[-3:]) or f"exit code {done.returncode}"
+        raise ValueError(f"EnvPool's {task} does not run so here: {said}")

@@ -295,17 +295,17 @@ REFUSED = {
     (
         "envpool/CartPole-v1",
         '{"gravity": 1}',
-    ): r'--env-kwargs {"gravity": 1}: TypeError: CartPole-v1 has no gravity; it has ',
+    ): r'--env-kwargs {"gravity": 1}: .* unexpected keyword argument .gravity.$',
     (
         "envpool/Breakout-v5",
         '{"stack_num": 1.5}',
-    ): r"--env-kwargs .*: TypeError: stack_num 1.5: must be of type int, such as 4",
+    ): r"--env-kwargs .*: .*stack_num 1.5: must be such as 4",
     (
         "envpool/CliffWalking-v1",
         '{"max_episode_steps": 9}',
     ): "--env-kwargs .*: it ignores max_episode_steps; leave that",
     ("envpool/Highway-v0", '{"max_episode_steps": 9}'): "--env-kwargs .*: it ignores max_episode_steps; leave that out",
-    ("envpool/CartPole-v1", '{"max_episode_steps": 0}'): "--env-kwargs .*: max_episode_steps 0: must be from 1 to ",
+    ("envpool/CartPole-v1", '{"max_episode_steps": 0}'): "--env-kwargs .*: max_episode_steps 0: must be at least 1",
     ("envpool/Breakout-v5", '{"img_height": 2}'): "--env-id envpool/Breakout-v5 --env-kwargs .*smaller than 3 x 3",
     ("ALE/Pong-v5", '{"game": "breakout"}'): "--env-kwargs .*: game is not to be set here",
     ("envpool/Sudoku-v0", "{}"): "--env-id envpool/Sudoku-v0: EnvPool cannot make Sudoku-v0: ",
@@ -333,7 +333,7 @@ def test_what_is_missing_is_said(monkeypatch):
     def no_qt(*args, **kwargs):
         raise ImportError("EnvPool Procgen requires the system Qt 5 runtime on Linux. Install ...")
 
-    monkeypatch.setattr(envpool, "make_spec", no_qt)
+    monkeypatch.setattr(envpool, "make_gymnasium", no_qt)
     with pytest.raises(BadInput, match="^--env-id envpool/StarpilotEasy-v0: EnvPool Procgen requires the system Qt 5"):
         make_envs("envpool/StarpilotEasy-v0", 1, TRAINING, range(2), SPACES)
     monkeypatch.setitem(sys.modules, "envpool", None)
@@ -349,7 +349,7 @@ def test_films(tmp_path):
     env = {"DISPLAY": "", "MUJOCO_GL": "egl"}
     mujoco = run("ppo_ddp.py", 1, f"--env-id envpool/InvertedPendulum-v5 {flags}", tmp_path / "mujoco", **env)
     if not (mujoco.dir / "videos" / "0.mp4").exists():
-        assert mujoco.out.count("no films (RuntimeError: EnvPool's InvertedPendulum-v5 does not run so here: ") == 1
+        assert mujoco.out.count("no films (ValueError: EnvPool's InvertedPendulum-v5 does not run so here: ") == 1
 
 
 # --network impala

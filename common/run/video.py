@@ -5,19 +5,20 @@ Played again, so that the evaluation itself is the same with and without, whatev
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.environments import Episode, is_native_atari, make_vec
+from common.environments import Episode
 from common.errors import BadInput
-from common.pool import Pool
+from common.simulators import make_vec
 
 FPS = 30  # at most: of more steps a second, each second, third, ... is drawn
 LEAST_SIDE = 256  # pixels of the longer side: smaller pictures are enlarged
@@ -43,10 +44,7 @@ def film(path: Path, env_id: str, env_kwargs: str, episode: Episode, alive: Call
     path.parent.mkdir(exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
-        with (
-            contextlib.closing(pictures(env_id, env_kwargs, episode)) as drawn,
-            av.open(part, "w", format="mp4") as file,
-        ):
+        with closing(pictures(env_id, env_kwargs, episode)) as drawn, av.open(part, "w", format="mp4") as file:
             stream = file.add_stream("libx264", rate=next(drawn), options={"crf": "18"})
             stream.pix_fmt = "yuv420p"
             for number, picture in enumerate(drawn):
@@ -67,17 +65,16 @@ def pictures(env_id: str, env_kwargs: str, episode: Episode) -> Iterator[Any]:
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    atari, total = is_native_atari(env_id), 0.0
-    env = make_vec(env_id, 1, episode.seed, env_kwargs=env_kwargs, draws=True)
-    with contextlib.closing(env):
-        games = atari or isinstance(env, Pool) and env.atari
+    ale, total = env_id.startswith("ALE/"), 0.0
+    with closing(make_vec(env_id, 1, episode.seed, json.loads(env_kwargs), draws=True)) as env:
+        games = ale or getattr(env, "atari", False)
         rate = 15 if games else env.metadata.get("render_fps") or FPS  # Atari: four of 60 frames a step
         every = math.ceil(rate / FPS)
         yield round(rate / every)
-        obs, _ = env.reset(seed=np.array([episode.seed]) if atari else [episode.seed])
+        obs, _ = env.reset(seed=np.array([episode.seed]) if ale else [episode.seed])
         for step, action in enumerate(episode.actions):
             if step % every == 0:
-                yield as_film_takes_it(obs[0, 0] if atari else env.render()[0])
+                yield as_film_takes_it(obs[0, 0] if ale else env.render()[0])
             obs, rewards, *_ = env.step(action[None])
             total += float(rewards[0])
     if total != episode.episodic_return:
