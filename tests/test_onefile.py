@@ -80,7 +80,7 @@ def test_it_overwrites_nothing_and_names_clashes(tmp_path):
     with pytest.raises(BadInput, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
         one_file(script, "mine.py")
     for import_, said in REFUSED.items():
-        script.write_text(changed(("from common.distributed import World\n", f"{import_}\n")))
+        script.write_text(changed(("from common.encoders import Pixels, image_encoder\n", f"{import_}\n")))
         with pytest.raises(BadInput, match=said):
             one_file(script, "mine.py")
 
@@ -92,7 +92,7 @@ REFUSED = {
     "from common import distributed": ONE_BY_ONE,
     "def f():\n    from common.distributed import World": ONE_BY_ONE,
     "from math import *": r"edited\.py, line \d+: import names one by one, from modules by their full names",
-    "from common.acting import World": r"World is not made in .*acting\.py; import it from where it is",
+    "from common.acting import Pixels": r"Pixels is not made in .*acting\.py; import it from where it is",
     "x = 1\nfrom common.distributed import World": r"edited\.py, line \d+: stands before an import",
 }
 
