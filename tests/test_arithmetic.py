@@ -169,9 +169,9 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
         np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-12)
         np.testing.assert_allclose(moments.m2 / moments.count, whole.var(0), rtol=1e-12)
     np.testing.assert_allclose(
-        moments.normalize(whole[:4]), np.clip((whole[:4] - whole.mean(0)) / whole.std(0), -10, 10), rtol=1e-4
+        moments.normalized(whole[:4]), np.clip((whole[:4] - whole.mean(0)) / whole.std(0), -10, 10), rtol=1e-4
     )
-    assert RunningMoments((3,)).normalize(np.full((1, 3), 4.0)).tolist() == [[4.0] * 3]
+    assert RunningMoments((3,)).normalized(np.full((1, 3), 4.0)).tolist() == [[4.0] * 3]
 
 
 @pytest.mark.parametrize("offset, spread", [(95095.906, 0.0), (1e4, 1e-3), (1e6, 1e-2)])

@@ -206,7 +206,7 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
     "collect": [  # PPG's observations are those of a whole phase
         "obs = envs.storage(*shape)",
-        "rollouts.append(Rollout(*parts, kept, next_obs[rows], finals, ended))",
+        "rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, episodes))",
         "while True:",
     ],
     "main": [],
@@ -214,6 +214,7 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
         "if run.boundary(iteration * batch_size, act):",
         "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
         "rollouts = batches = None",
+        "sums = [x.episodes | loss | residual for x, loss, residual in zip(rollouts, losses, residuals, strict=True)]",
     ],
 }
 

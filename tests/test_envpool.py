@@ -385,5 +385,5 @@ def test_impala_is_the_papers_network(module):
 
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
 def test_impala_is_for_images(module, tmp_path):
-    with pytest.raises(BadInput, match="^--network impala: CartPole-v1 has vector observations; leave it off"):
+    with pytest.raises(BadInput, match="^--network impala: must be left off for vector observations"):
         module.main(module.Args(network="impala", cuda=False, run_dir=str(tmp_path / "run")))

@@ -116,7 +116,7 @@ def test_a_run_with_graphs_is_the_same(name, emulated, monkeypatch, tmp_path):
     settings = settings if module in (ppo_ddp, ppg_ddp) else OFF_POLICY | settings
     for folder in ("without", "with"):
         if folder == "with":
-            monkeypatch.setattr(module, "graphed", lambda wanted, world, *recorded: OnCPU(*recorded))
+            monkeypatch.setattr("common.run.loop.graphed", lambda wanted, world, *recorded: OnCPU(*recorded))
         args = module.Args(cuda=False, num_threads=1, save_model=True, run_dir=str(tmp_path / folder), **settings)
         module.main(args)
         assert (Recorder.replays > 0) == (folder == "with")

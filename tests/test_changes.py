@@ -1,0 +1,72 @@
+"""What users change in a script keeps the promise: the same bytes on two processes as on one, under `--shards 2`."""
+
+import pytest
+
+import fuzz
+
+ENV = '{"shape": [5], "actions": [2], "action_dtype": "float32", "end": 0.05, "cut": 0.05}'
+DISCRETE = '{"shape": [5], "actions": [3, 0], "end": 0.05, "cut": 0.05}'
+SHARED = {"env-id": "tests.envs:Drawn-v0", "env-kwargs": ENV, "num-envs": "4", "shards": "2", "eval-episodes": "3"}
+ACTOR_CRITIC = SHARED | {"num-steps": "32", "num-minibatches": "2", "update-epochs": "2", "total-timesteps": "1280"}
+ACTOR_CRITIC |= {"eval-every": "640", "norm-obs": ""}
+REPLAY = SHARED | {"learning-starts": "64", "train-frequency": "8", "batch-size": "17", "total-timesteps": "320"}
+REPLAY |= {"eval-every": "160", "log-every": "80"}
+FLAGS = {"ppo": ACTOR_CRITIC, "ppg": ACTOR_CRITIC | {"n-pi": "2", "update-epochs": "4", "num-aux-minibatches": "4"}}
+FLAGS |= {"dqn": REPLAY | {"env-kwargs": DISCRETE}, "sac": REPLAY}
+
+ADAM = "torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)"
+GROUPS = "[{'params': [*agent.critic.parameters()], 'lr': 1e-3}, {'params': [*agent.trunk.parameters()]}"
+GROUPS += ", {'params': [*agent.value_trunk.parameters(), *agent.actor.parameters(), agent.log_std]}]"
+LAST_LAYER = "layer_init(nn.Linear(64, 64)), nn.Tanh()"
+LOSS = "        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss\n"
+TERM = "        activity = (features**2).mean()\n"
+TERM += LOSS.replace("\n", " + 0.01 * activity\n")
+ANNEAL = LOSS.replace("args.ent_coef", "self.ent_coef")
+SET = "        rollout_start = time.perf_counter()\n"
+
+CHANGES = {
+    "AdamW": ("ppo", (ADAM, ADAM.replace("Adam(", "AdamW(").replace("fused=True", "weight_decay=0.1"))),
+    "RMSprop": (
+        "dqn",
+        ("torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)", "torch.optim.RMSprop(parameters)"),
+    ),
+    "SGD with momentum": (
+        "sac",
+        ("torch.optim.Adam(parameters, lr=args.q_lr, fused=True)", "torch.optim.SGD(parameters, 1e-3, 0.9)"),
+    ),
+    "two parameter groups": ("ppg", (ADAM, ADAM.replace("agent.parameters()", GROUPS))),
+    "a scheduled coefficient": (
+        "ppo",
+        (LOSS, ANNEAL),
+        (SET, f"        loss_fn.ent_coef = args.ent_coef * fraction\n{SET}"),
+    ),
+    "a loss term and its metric": (
+        "ppo",
+        (LOSS, TERM),
+        ('"entropy": entropy_loss, ', '"entropy": entropy_loss, "activity": activity, '),
+        ('"losses/entropy", ', '"losses/entropy", "losses/activity", '),
+    ),
+    "LayerNorm, ppo": ("ppo", (LAST_LAYER, f"{LAST_LAYER}, nn.LayerNorm(64)")),
+    "LayerNorm, ppg": ("ppg", (LAST_LAYER, f"{LAST_LAYER}, nn.LayerNorm(64)")),
+    "LayerNorm, dqn": ("dqn", ("self.num_features), nn.ReLU()]", "self.num_features), nn.LayerNorm(120)]")),
+    "LayerNorm, sac": ("sac", ("256), nn.ReLU()\n", "256), nn.LayerNorm(256), nn.ReLU()\n")),
+    "a shared trunk": (
+        "ppo",
+        ("self.value_trunk = None if self.trunk.image else Trunk(obs_space, network)", "self.value_trunk = None"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def servers():
+    servers = fuzz.Servers()
+    yield servers
+    servers.close()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_has_the_same_bytes_on_two_processes(change, servers):
+    script, *edits = CHANGES[change]
+    launches = [fuzz.Launch(1, "1"), fuzz.Launch(2, "1")]
+    draw = fuzz.Draw(0, script, FLAGS[script], "", launches, "this", False, tuple(edits))
+    assert fuzz.tried(draw, servers) == "same"
