@@ -108,20 +108,20 @@ class Pool(VectorEnv):
         return self._observed(obs), {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        obs, rewards, terminations, truncations, infos = self.pool.step(actions)
-        obs, ended, told = self._observed(obs), terminations | truncations, {}
+        obs, rewards, terminations, truncations, info = self.pool.step(actions)
+        obs, ended, infos = self._observed(obs), terminations | truncations, {}
         if self.atari:
-            told["game_over"] = ended
+            infos["game_over"] = ended
         if self.life_loss:
-            terminations, self.lives = terminations | (infos["lives"] < self.lives), infos["lives"]
+            terminations, self.lives = terminations | (info["lives"] < self.lives), info["lives"]
         if ended.any():
             ids = np.flatnonzero(ended)
-            told["final_obs"] = {i: obs[i].copy() for i in ids}
-            first, infos = self.pool.reset(ids)
+            infos["final_obs"] = {i: obs[i].copy() for i in ids}
+            first, info = self.pool.reset(ids)
             obs[ids] = self._observed(first)
             if self.life_loss:
-                self.lives[ids] = infos["lives"]
-        return obs, rewards, terminations, truncations, told
+                self.lives[ids] = info["lives"]
+        return obs, rewards, terminations, truncations, infos
 
     def render(self) -> np.ndarray:
         return self.pool.render()

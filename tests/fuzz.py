@@ -235,8 +235,9 @@ def break_threads() -> None:
 
 def break_alignment() -> None:
     from common import acting, replay, shards
+    from common.run import loop
 
-    for module in (acting, replay, shards):
+    for module in (acting, loop, replay, shards):
         module.to_tensor = lambda array, device: shards.torch.from_numpy(array)
 
 
