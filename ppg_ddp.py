@@ -58,7 +58,7 @@ from common.machine import require_memory
 from common.normalization import RunningMoments, discounted_returns, explained_variance, residual_sums, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
-from common.run.loop import Run, episode_row, open_run
+from common.run.loop import Run, open_run
 
 
 @dataclass
@@ -610,8 +610,7 @@ def train(args: Args, run: Run) -> None:
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
         if aux_stats:
             times["time/aux"] = time.perf_counter() - update_end
-        total = world.reduce(sums, maxima=times)  # collective
-        row = episode_row(total) | {name: total[name] for name in times}
+        total, row = run.reduce(sums, times)  # collective
         row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= {f"losses/{name}": total[name] / (len(stats) * world.num_shards) for name in losses[0]}
         row |= {f"losses/aux/{name}": total[name] / (len(aux_stats) * world.num_shards) for name in aux_losses[0]}

@@ -41,7 +41,7 @@ from common.machine import require_memory
 from common.normalization import RunningMoments, discounted_returns, explained_variance, residual_sums, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
-from common.run.loop import Run, episode_row, open_run
+from common.run.loop import Run, open_run
 
 
 @dataclass
@@ -475,8 +475,7 @@ def train(args: Args, run: Run) -> None:
         residuals = [residual_sums(batch.advantages, batch.values) for batch in batches]
         sums = [x.episodes | loss | residual for x, loss, residual in zip(rollouts, losses, residuals, strict=True)]
         times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
-        total = world.reduce(sums, maxima=times)  # collective
-        row = episode_row(total) | {name: total[name] for name in times}
+        total, row = run.reduce(sums, times)  # collective
         row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= {f"losses/{name}": total[name] / (len(stats) * world.num_shards) for name in losses[0]}
         row |= explained_variance(total, batch_size)

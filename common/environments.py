@@ -15,7 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWra
 
 from common.distributed import World
 from common.encoders import is_large
-from common.errors import BadInput, Fault, require_divisible
+from common.errors import BadInput, Fault, one_line, require_divisible
 from common.machine import require_compiler, require_memory, set_threads
 from common.simulators import GYMNASIUMS, RESERVED, atari_hint, make_vec, seed_libraries
 
@@ -303,7 +303,3 @@ def channels_axis(family: str, envs: VectorEnv) -> int:
 
 def is_atari(family: str, envs: VectorEnv) -> bool:
     return family == "ALE" or (family == "envpool" and envs.atari)
-
-
-def one_line(text: object) -> str:
-    return " ".join(str(text).split())

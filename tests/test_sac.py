@@ -212,6 +212,6 @@ def test_a_value_that_cannot_work_is_refused_by_its_flag(field, value):
     "env_id", ["CartPole-v1", "tests.envs:OpenBox-v0", "tests.envs:HugeBox-v0", "tests.envs:ImageBox-v0"]
 )
 def test_a_space_that_does_not_fit_is_refused(env_id, tmp_path):
-    with pytest.raises(BadInput, match="--env-id.*(action space|image)"):
+    with pytest.raises(BadInput, match="--env-id.*(action space|bounds|image)"):
         sac_ddp.main(sac_ddp.Args(env_id=env_id, cuda=False, run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

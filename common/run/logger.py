@@ -19,12 +19,12 @@ import torch
 
 from common.distributed import World
 from common.environments import Environments
-from common.errors import BadInput, Fault, flag
+from common.errors import BadInput, Fault, flag, one_line
 from common.run.arguments import RunArgs
 from common.run.console import Console
 from common.run.files import locked, write_whole
 from common.run.record import environment_record, require_same_run, source_record
-from common.run.tracking import TensorBoard, Wandb, one_line
+from common.run.tracking import TensorBoard, Wandb
 from common.run.video import film, require_encoder
 from common.state import state_of
 

@@ -23,21 +23,13 @@ from common.shards import average_over_shards, to_tensor
 from common.state import check_equal
 
 Act = Callable[[np.ndarray], np.ndarray]
+Numbers = dict[str, float]  # by name
 MEETING = 500  # transitions (all processes) after which a request to stop is heard, if rows are rarer
 
 
 def crossed(period: int, before: int, now: int) -> bool:
     """True where the step counter reached or passed a multiple of `period` between `before` and `now`; 0 is never."""
     return period > 0 and now // period > before // period
-
-
-def episode_row(total: dict[str, float]) -> dict[str, float]:
-    """The sums of `EpisodeStatistics.pop` over all ranks -> a row's columns; no means where no episode ended."""
-    row = {"charts/episodes": int(total["episodes"])}
-    if total["episodes"]:
-        row["charts/episodic_return"] = total["return"] / total["episodes"]
-        row["charts/episodic_length"] = total["length"] / total["episodes"]
-    return row
 
 
 STANDARD = {
@@ -123,6 +115,19 @@ class Run:
         self.restart = False
         return self.envs.start(self.checkpoints.number)
 
+    def reduce(self, sums: list[Numbers], times: Numbers) -> tuple[Numbers, Numbers]:
+        """Add the `sums` of all shards by name -> totals, and the columns of episodes and of the slowest rank's times.
+
+        `sums` has what `EpisodeStatistics.pop` gives for each shard of this process, and more. Without an episode that
+        ended, the columns of their means are left out.
+        """
+        total = self.world.reduce(sums, maxima=times)  # collective
+        row = {"charts/episodes": int(total["episodes"])} | {name: total[name] for name in times}
+        if total["episodes"]:
+            row["charts/episodic_return"] = total["return"] / total["episodes"]
+            row["charts/episodic_length"] = total["length"] / total["episodes"]
+        return total, row
+
     def row_due(self, global_step: int, log_every: int) -> bool:
         """Whether a row is to be logged now: at multiples of `log_every`, before a checkpoint, and last of all.
 
@@ -183,14 +188,14 @@ class Means:
     """
 
     def __init__(self, run: Run) -> None:
-        self.world, self.envs = run.world, run.envs
+        self.run = run
         self._clear()
 
     def _clear(self) -> None:
         self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
         # one tensor for each name: many small ones, kept until the row, would fragment the memory of batches
-        zero = partial(torch.zeros, (), dtype=torch.float64, device=self.world.device)
-        self.sums = [defaultdict(zero) for _ in self.world.shards]
+        zero = partial(torch.zeros, (), dtype=torch.float64, device=self.run.device)
+        self.sums = [defaultdict(zero) for _ in self.run.world.shards]
         self.counts: Counter[str] = Counter()
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
@@ -203,10 +208,10 @@ class Means:
     def row(self) -> dict[str, float]:
         """The columns of episodes, losses and times since the last call, over all processes."""
         losses = [{name: value.item() for name, value in sums.items()} for sums in self.sums]
-        sums = [ended | part for ended, part in zip(self.envs.episodes.pop(), losses, strict=True)]
-        total = self.world.reduce(sums, maxima=self.seconds)  # collective
-        row = episode_row(total) | {name: total[name] for name in self.seconds}
-        row |= {f"losses/{name}": total[name] / n / self.world.num_shards for name, n in self.counts.items()}
+        episodes = self.run.envs.episodes.pop()
+        sums = [ended | part for ended, part in zip(episodes, losses, strict=True)]
+        total, row = self.run.reduce(sums, self.seconds)  # collective
+        row |= {f"losses/{name}": total[name] / n / self.run.world.num_shards for name, n in self.counts.items()}
         self._clear()
         return row
 

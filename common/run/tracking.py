@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import BadInput
+from common.errors import BadInput, one_line
 from common.run.arguments import RunArgs
 from common.run.record import source_files
 from common.watchdog import end_now
@@ -132,8 +132,3 @@ class TensorBoard:
         except Exception as error:  # of a full disk, in a thread of its own
             self.failed = True
             self.note(f"--tensorboard: cannot be written ({error}); metrics.csv goes on")
-
-
-def one_line(error: Exception) -> str:
-    """An error's text, or else its name, as a short line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
