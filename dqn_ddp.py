@@ -1,4 +1,4 @@
-"""Deep Q-Network (Nature 518, 2015) over one replay buffer of all ranks, the same at any number of processes (DDP).
+"""Deep Q-Network (Nature 518, 2015) with one replay buffer over all ranks; the same at any number of DDP processes.
 
     python dqn_ddp.py --env-id CartPole-v1
     torchrun --nproc_per_node=2 dqn_ddp.py --env-id CartPole-v1
@@ -9,13 +9,15 @@ To use it in a project of your own, copy this file and `common/`.
 Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling networks
 arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
 1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
-2. One buffer over all ranks, sampled by stratified points; each rank serves what it holds, and the loss is weighted so
-   that DDP's mean over ranks is the mean over the batch.
-3. Truncation bootstraps from the value of the last observation, termination does not.
+2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from each of
+   `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and losses are scaled to give
+   the mean over the batch.
+3. Truncation bootstraps from the value of the last observation, termination does not (no difference: CleanRL too).
 4. Logged losses are means over all gradient steps since the last row.
 5. By default 4 environments and a gradient step per 8 transitions, where CleanRL takes 1 and one per 10.
-6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends, and importance weights
-   are divided by the largest in the whole buffer (replay.py).
+6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends; importance weights are
+   divided by the largest in the whole buffer; new transitions get the largest priority that any rank has set; a
+   checkpoint truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
-    """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
+    """budget in environment transitions, all ranks; as many whole vector steps are run as fit"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
-    """images: by their size, or IMPALA's residual network (on a CPU, 64 x 64 pixels take nine times as long)"""
+    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (at 64 x 64 nine times slower on a CPU)"""
     log_every: Count = 1_000
     """write a row at each multiple of so many transitions (all ranks)"""
     life_loss: bool = True
@@ -164,15 +166,15 @@ class QNetwork(nn.Module):
 
 
 class TDLoss(nn.Module):
-    """The temporal-difference loss of this rank's part of a batch; `forward` is what DDP reduces."""
+    """The temporal-difference loss of one shard's part of a batch. DDP wraps this, not the networks."""
 
     def __init__(self, q_network: QNetwork, huber: bool, scale: float) -> None:
         super().__init__()
         self.q_network, self.td_loss = q_network, F.smooth_l1_loss if huber else F.mse_loss
-        self.scale = scale  # world_size / batch_size: then the mean over ranks is the mean over the batch
+        self.scale = scale  # num_shards / batch_size: DDP's mean over shards is then the mean over the batch
 
     def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns this rank's share of the loss and, detached, what is logged and the TD errors (b,)."""
+        """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""
         old_val = self.q_network(batch.obs).gather(1, batch.actions.unsqueeze(1)).squeeze(1)
         loss = (batch.weights * self.td_loss(old_val, td_target, reduction="none")).sum() * self.scale
         stats = {"td_loss": loss, "q_values": old_val.sum() * self.scale, "td_errors": old_val - td_target}
@@ -185,7 +187,7 @@ NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 
 
 def collect(args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator) -> Iterator[float]:
-    """Start all environments anew; then, at each turn, store a vector step in `rb`; yields epsilon."""
+    """Iterate over vector steps: start all environments, then store one step in `rb` at a time and yield epsilon."""
     envs, local_envs = run.envs, run.world.local_slice(args.num_envs)
     num_actions = int(envs.single_action_space.n)
     obs = run.start_environments()
@@ -243,13 +245,13 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
-    """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
+    """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
     world, device, envs = run.world, run.device, run.envs
     budget = args.total_timesteps // args.num_envs * args.num_envs
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
     sizes = envs.single_observation_space, int(envs.single_action_space.n)
     q_network = QNetwork(*sizes, args.dueling, args.network).to(device)
     target_network = deepcopy(q_network).requires_grad_(False)
@@ -264,9 +266,9 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
     def update(batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
-        """One gradient step on the batch of each shard here -> what the loss returned for each, apart from itself."""
+        """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""
         stats = []
-        for batch in batches:  # gradients are averaged at the last backward
+        for batch in batches:  # one per shard; DDP's hook keeps the gradients of earlier ones over `zero_grad`
             with torch.no_grad():
                 next_q = q_network(batch.next_obs) if args.double_q else None
                 td_target = compute_td_target(batch.rewards, batch.discounts, target_network(batch.next_obs), next_q)
@@ -289,13 +291,13 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     means = Means(run)
     run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        if run.restart:  # at the start, and after each checkpoint
+        if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             experience = collect(args, run, rb, acting, generator)
         rollout_start = time.perf_counter()
         epsilon = next(experience)
         update_start = time.perf_counter()
 
-        # update
+        # the updates that fell due in this vector step; `run.global_step` is still that of the step before
         updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
         if updates and global_step > max(args.learning_starts, args.num_envs * args.n_step):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)

@@ -6,17 +6,21 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
+A shard is a group of environments (common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`,
+`batches`, `inds` and `minibatches` have one entry for each shard of this rank.
+
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
-1. All sizes are global; environment i draws the same noise and fills the same minibatch places whichever rank holds it.
+1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise and fills the
+   same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. Values and log-probabilities come from one forward pass after the rollout; the rollout runs the policy alone.
+4. The rollout runs the policy alone, on vectors in numpy; values and old log-probabilities are computed after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per iteration.
-6. Rewards are normalised by default (`--no-norm-reward`: not): without, one CartPole seed in five was lost again at
-   200 k steps; with, none.
+6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign. Without it
+   (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k steps; with it, none did.
 7. Logged losses are means over all minibatches of an iteration, not the last minibatch's.
-8. In `common/`: Atari games have no sticky actions, advantages are normalised with N - 1, and normalised observations
-   are clipped at +-10.
+8. In `common/`: normalised observations and rewards are clipped at +-10; Box actions are clipped to their bounds on
+   the way to the simulator; Atari games have no sticky actions; a checkpoint truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -50,13 +54,13 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
-    """budget in environment transitions, all ranks; the whole iterations that fit are run"""
+    """budget in environment transitions, all ranks; as many whole iterations are run as fit"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
-    """images: by their size, or IMPALA's residual network (on a CPU, 64 x 64 pixels take nine times as long)"""
+    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (at 64 x 64 nine times slower on a CPU)"""
     compile: bool = False
-    """compile the loss (on CPU this needs g++): starts later, then small networks update up to 1.5 times faster"""
+    """compile the loss (a CPU needs g++): a slower start, then updates of small networks up to 1.5 times as fast"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -68,7 +72,7 @@ class Args(RunArgs):
     num_steps: Count = 128
     """steps of each environment per iteration"""
     num_minibatches: Count = 4
-    """minibatches per epoch, each with as many steps of every environment"""
+    """minibatches per epoch; each holds the same number of steps of every environment"""
     update_epochs: Count = 4
     """epochs over an iteration's batch"""
     learning_rate: Positive = 2.5e-4
@@ -166,7 +170,7 @@ class Agent(nn.Module):
         return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
 
     def value(self, obs: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Values (B,), of the policy's features (B, num_features), or of obs (B, *shape) by a trunk of their own."""
+        """Values (B,): of `features` (B, num_features) where the trunk is shared (images), otherwise of `obs`."""
         return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)
 
     def log_prob_entropy(self, pi: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +216,7 @@ class Batch(NamedTuple):
 
 
 class PPOLoss(nn.Module):
-    """The clipped objectives of one minibatch (arXiv:1707.06347 eq. 7 and 9); `forward` is what DDP reduces."""
+    """The clipped objectives of one minibatch (arXiv:1707.06347 eq. 7 and 9). DDP wraps this, not the agent."""
 
     def __init__(self, agent: Agent, args: Args) -> None:
         super().__init__()
@@ -240,7 +244,7 @@ class PPOLoss(nn.Module):
         return loss, {name: x.detach() for name, x in stats.items()}
 
 
-# ALGO LOGIC: one shard
+# ALGO LOGIC: rollout and batch, each of one shard
 
 
 class Rollout(NamedTuple):
@@ -249,12 +253,12 @@ class Rollout(NamedTuple):
     obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
-    discounted_returns: np.ndarray  # running sums, whose spread scales rewards
+    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start; their deviation scales rewards
     dones: np.ndarray
-    bootstrapped: np.ndarray  # where an episode was truncated
+    bootstrapped: np.ndarray  # where an episode was truncated and not terminated
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     next_obs: np.ndarray  # (n, *shape)
-    final_obs: list[np.ndarray]  # the last observations of truncated episodes
+    final_obs: list[np.ndarray]  # the last observations there, in the order of `bootstrapped`
     episodes: dict[str, float]  # sums over the episodes that ended
 
 
@@ -285,7 +289,7 @@ def learning_batch(
 def collect(
     args: Args, run: Run, agent: Agent, acting: Acting, generator: torch.Generator, obs_moments: RunningMoments
 ) -> Iterator[list[Rollout]]:
-    """Start all environments anew; then, `num_steps` steps at a time, yield the rollout of each shard."""
+    """Iterate over rollouts: start all environments, then yield, every `num_steps` steps, one for each shard."""
     envs, np_dtype = run.envs, torch.empty(0).numpy().dtype  # torch's default, as numpy's
     shape = args.num_steps, envs.num_envs
     action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
@@ -316,43 +320,46 @@ def collect(
                 for i in np.flatnonzero(bootstrapped[step]):
                     final_obs[step, i] = np.array(infos["final_obs"][i])
         learned = np.sign(rewards) if envs.atari else rewards
-        returns = discounted_returns(learned, dones, args.gamma, return_carry)
+        reward_sums = discounted_returns(learned, dones, args.gamma, return_carry)
         rollouts = []
         for part, episodes in zip(envs.shards, envs.episodes.pop(), strict=True):
             finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
-            arrays = (x[:, part] for x in (obs, actions, learned, returns, dones, bootstrapped))
+            arrays = (x[:, part] for x in (obs, actions, learned, reward_sums, dones, bootstrapped))
             kept = None if features is None else features[:, part]
             rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, episodes))
         yield rollouts
 
 
-# ALGO LOGIC: pure helpers
+# ALGO LOGIC: update
 
 
 def gradient_step(
     loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr_fraction: float, minibatches: list
 ) -> list[dict[str, torch.Tensor]]:
-    """One step on a minibatch of each shard of this process -> the statistics that the loss returns for each."""
+    """One optimiser step on a minibatch of each shard of this rank -> what the loss reports for each."""
     stats = []
-    for minibatch in minibatches:  # DDP averages the gradients over all shards at the last backward
+    for minibatch in minibatches:  # one per shard; DDP's hook keeps the gradients of earlier ones over `zero_grad`
         loss, mb_stats = loss_fn(minibatch)
         optimizer.zero_grad()
         loss.backward()  # collective
         stats.append(mb_stats)
     nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_grad_norm)
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # here, so that a CUDA graph of this function reads the new rate
         group["lr"] = lr_fraction * group.setdefault("initial_lr", group["lr"])
     optimizer.step()
     return stats
 
 
+# ALGO LOGIC: pure helpers
+
+
 def compute_gae(
     rewards: np.ndarray, values: np.ndarray, next_value: np.ndarray, dones: np.ndarray, gamma: float, gae_lambda: float
 ) -> np.ndarray:
-    """Generalised advantage estimates (arXiv:1506.02438 eq. 16): all (T, n), `next_value` (n,) what follows.
+    """Generalised advantage estimates (arXiv:1506.02438 eq. 16): rewards, values, dones (T, n) -> advantages (T, n).
 
-    `dones`: 1.0 where the episode ended after the step, which cuts the sum; where it was truncated, what its last
-    observation is worth is in the reward.
+    `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode (CleanRL's
+    dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last observation's value.
     """
     advantages, nonterminal = np.empty_like(values), 1.0 - dones
     delta = rewards + gamma * np.concatenate([values[1:], next_value[None]]) * nonterminal - values
@@ -397,22 +404,22 @@ def main(args: Args) -> None:
         space = envs.single_observation_space
         args.require(not args.norm_obs or len(space.shape) == 1, "norm_obs", "left off for image observations")
         args.require(args.network == "auto" or len(space.shape) == 3, "network", "left off for vector observations")
-        transition = space.dtype.itemsize * math.prod(space.shape)
-        nbytes = args.num_steps * envs.num_envs * (transition + 16 * args.update_epochs + 100)  # with draws, indices
+        obs_nbytes = space.dtype.itemsize * math.prod(space.shape)
+        nbytes = args.num_steps * envs.num_envs * (obs_nbytes + 16 * args.update_epochs + 100)  # with draws, indices
         require_memory("--num-steps", args.num_steps, nbytes, envs.world)
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run)
 
 
 def train(args: Args, run: Run) -> None:
-    """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
+    """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
     world, envs = run.world, run.envs
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
@@ -435,14 +442,14 @@ def train(args: Args, run: Run) -> None:
 
     run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
-        if run.restart:  # at the start, and after each checkpoint
-            rollouts = batches = None  # or their memory would be there twice
+        if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
+            rollouts = batches = None  # frees their memory before `collect` takes as much again
             experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         lr_fraction = run.number(fraction)  # of all learning rates, as a CUDA graph can take it
         rollout_start = time.perf_counter()
         rollouts = next(experience)
-        return_moments.update([x.discounted_returns for x in rollouts], world)  # collective
+        return_moments.update([x.reward_sums for x in rollouts], world)  # collective
         batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
         update_start = time.perf_counter()
 
@@ -456,7 +463,7 @@ def train(args: Args, run: Run) -> None:
         advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]  # (num_epochs, num_minibatches, size)
         if args.norm_adv == "minibatch":
             advantages = standardized(advantages, world)  # collective, one for all epochs
-        stats = []
+        stats = []  # by update, then by shard: what the loss reports
         for epoch in range(args.update_epochs):
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)

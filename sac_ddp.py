@@ -1,4 +1,4 @@
-"""Soft Actor-Critic (arXiv:1812.05905) over one replay buffer of all ranks, the same at any number of processes (DDP).
+"""Soft Actor-Critic (arXiv:1812.05905) with one replay buffer over all ranks; the same at any number of DDP processes.
 
     python sac_ddp.py --env-id Pendulum-v1 --total-timesteps 20000
     torchrun --nproc_per_node=2 sac_ddp.py --env-id HalfCheetah-v5
@@ -8,14 +8,17 @@ To use it in a project of your own, copy this file and `common/`.
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay arXiv:1511.05952):
 1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
-2. One buffer over all ranks, sampled by stratified points; each rank serves what it holds, and the losses are weighted
-   so that DDP's mean over ranks is the mean over the batch. Noise belongs to the place in the batch.
-3. Truncation bootstraps from the value of the last observation, termination does not.
-4. Actor and temperature learn from the same sample, in one backward pass and so one reduction (as Stable-Baselines3).
+2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from each of
+   `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and losses are scaled to give
+   the mean over the batch. Transition i of the batch gets the same noise, whichever rank serves it.
+3. Truncation bootstraps from the value of the last observation, termination does not (no difference: CleanRL too).
+4. Actor and temperature learn from the same sample (as in Stable-Baselines3), here in one backward pass.
 5. The log-determinant of tanh is computed in its stable form, without an epsilon.
 6. Logged losses are means over all gradient steps since the last row.
 7. `--alpha` is 1.0 by default with `--no-autotune` too, where CleanRL takes 0.2.
-8. In `common/replay.py`: importance weights are divided by the largest in the whole buffer.
+8. By default 4 environments, where CleanRL takes 1, so that 4 gradient steps follow each vector step.
+9. In `common/`: importance weights are divided by the largest in the whole buffer; new transitions get the largest
+   priority that any rank has set; a checkpoint truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Args(RunArgs):
     env_id: str = "Pendulum-v1"
     """gymnasium id, envpool/..., or module:id of your own"""
     total_timesteps: Whole = 1_000_000
-    """budget in environment transitions, all ranks; the whole vector steps that fit are run"""
+    """budget in environment transitions, all ranks; as many whole vector steps are run as fit"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
     log_every: Count = 1_000
@@ -152,15 +155,15 @@ class Critics(nn.Module):
 
 
 class CriticLoss(nn.Module):
-    """The temporal-difference losses of this rank's part of a batch; `forward` is what DDP reduces."""
+    """The temporal-difference losses of one shard's part of a batch. DDP wraps this, not the networks."""
 
     def __init__(self, critics: Critics, scale: float) -> None:
         super().__init__()
         self.critics = critics
-        self.scale = scale  # world_size / batch_size: then the mean over ranks is the mean over the batch
+        self.scale = scale  # num_shards / batch_size: DDP's mean over shards is then the mean over the batch
 
     def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns this rank's share of the loss and, detached, what is logged and the TD errors (b,)."""
+        """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""
         qf = self.critics(batch.obs, batch.actions)  # (2, b)
         delta = qf - td_target
         qf1_loss, qf2_loss = qf_losses = (batch.weights * delta**2).sum(1) * self.scale
@@ -171,7 +174,7 @@ class CriticLoss(nn.Module):
 
 
 class ActorLoss(nn.Module):
-    """The losses of actor and temperature on this rank's part of a batch; `forward` is what DDP reduces.
+    """The losses of actor and temperature on one shard's part of a batch. DDP wraps this, not the networks.
 
     `critics` are read with their parameters frozen, and are not part of this module.
     """
@@ -179,11 +182,11 @@ class ActorLoss(nn.Module):
     def __init__(self, actor: Actor, log_alpha: nn.Parameter, critics: Critics, scale: float) -> None:
         super().__init__()
         self.actor, self.log_alpha, self.frozen = actor, log_alpha, (critics,)  # a tuple's modules are not registered
-        self.scale = scale  # world_size / batch_size
+        self.scale = scale  # num_shards / batch_size
         self.target_entropy = -len(actor.scale)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """obs (b, size), noise (b, d) -> this rank's share of the loss and, detached, its parts."""
+        """obs (b, size), noise (b, d) -> this shard's share of the loss and, detached, its parts."""
         actions, log_prob = self.actor(obs, noise)
         min_qf = torch.minimum(*self.frozen[0](obs, actions))
         actor_loss = (self.log_alpha.detach().exp() * log_prob - min_qf).sum() * self.scale
@@ -207,7 +210,7 @@ def collect(
         # all environments' noise is drawn on every rank, each takes its own
         uniform = step * args.num_envs < args.learning_starts
         noise = (torch.rand if uniform else torch.randn)(args.num_envs, d, generator=generator)[local_envs]
-        if step == first_step or step % 64 == 0:  # now and then compared with the actor
+        if step == first_step or step % 64 == 0:  # now and then the numpy policy is compared with the actor
             policy = acting.refresh(obs, noise.numpy())
         if uniform:
             actions = (actor.bias + actor.scale * (2 * noise.to(run.device) - 1)).cpu().numpy()
@@ -262,13 +265,13 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
-    """The training loop. A function of its own, so that the DDP modules are gone before the process group is."""
+    """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
     world, device, envs = run.world, run.device, run.envs
     budget = args.total_timesteps // args.num_envs * args.num_envs
 
     # the same networks and the same generator on all ranks
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of the networks
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
     spaces = envs.single_observation_space, envs.single_action_space
     actor, critics = Actor(*spaces, device), Critics(*spaces).to(device)
     critics_target, critics_frozen = (deepcopy(critics).requires_grad_(False) for _ in range(2))
@@ -292,9 +295,10 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
     def critic_update(batches: list[Batch], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """One gradient step on the batch of each shard here -> what the loss returned for each, apart from itself."""
+        """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""
         stats, alpha = [], log_alpha.detach().exp()
-        for batch, next_noise in zip(batches, noise, strict=True):  # gradients are averaged at the last backward
+        # one per shard; DDP's hook keeps the gradients of earlier ones over `zero_grad`
+        for batch, next_noise in zip(batches, noise, strict=True):
             with torch.no_grad():
                 next_actions, next_logprob = actor(batch.next_obs, next_noise)
                 min_qf_next = torch.minimum(*critics_target(batch.next_obs, next_actions))
@@ -307,7 +311,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         return stats
 
     def actor_update(obs: list[torch.Tensor], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """One gradient step of actor and temperature, by the observations of each shard's batch -> the same."""
+        """One gradient step of actor and temperature, on each shard's observations -> what the loss reports."""
         stats = []
         for batch_obs, batch_noise in zip(obs, noise, strict=True):
             loss, batch_stats = ddp_actor_loss(batch_obs, batch_noise)
@@ -333,13 +337,13 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     means = Means(run)
     run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        if run.restart:  # at the start, and after each checkpoint
+        if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             experience = collect(args, run, rb, actor, acting, generator)
         rollout_start = time.perf_counter()
         next(experience)
         update_start = time.perf_counter()
 
-        # update
+        # the updates that fell due in this vector step; `run.global_step` is still that of the step before
         updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
         if updates and global_step > max(args.learning_starts, args.num_envs):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)

@@ -70,7 +70,7 @@ class RunArgs:
     seed: Seed = 1
     """seed of everything random, from 0 to 2**32 - 1"""
     shards: Count | None = None
-    """power of two, such as 8: the bytes are then the same on 1, 2, 4 and 8 processes, and depend on this number"""
+    """power of two, such as 8: results are then bit-identical on 1, 2, 4 and 8 processes, but depend on this number"""
     checkpoint_every: Period = 0
     """write a checkpoint, and end all episodes, at each multiple of this many transitions (all ranks); 0: never"""
     load_model: str | None = None
@@ -92,9 +92,9 @@ class RunArgs:
     cuda: bool = True
     """use GPUs if there are any"""
     cuda_graphs: bool = False
-    """GPU: launch all kernels of an update together, from its 12th on (not yet tried on a GPU)"""
+    """GPU: replay each update as one CUDA graph, from the 12th on (not yet tried on a GPU)"""
     num_threads: Threads = 0
-    """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank (torch on vectors: one)"""
+    """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank, but one for torch on vectors"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
     check_sync_every: Period = 100_000

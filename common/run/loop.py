@@ -24,7 +24,7 @@ from common.state import check_equal
 
 Act = Callable[[np.ndarray], np.ndarray]
 Numbers = dict[str, float]  # by name
-MEETING = 500  # transitions (all processes) after which a request to stop is heard, if rows are rarer
+STOP_PERIOD = 500  # transitions (all processes) after which processes exchange stop requests, if rows are rarer
 
 
 def crossed(period: int, before: int, now: int) -> bool:
@@ -49,8 +49,8 @@ def header(columns: tuple[str, ...]) -> tuple[str, ...]:
 class Run:
     """One run of a script, on this process.
 
-    `restart`: the environments are to start anew, as at the start and after each checkpoint; `global_step`: the last
-    boundary's, in transitions of all processes. Every process must call each method.
+    `restart`: True at the start and after each checkpoint, until `start_environments` is called. `global_step`:
+    transitions of all processes at the last call of `boundary`. Every process must call each method.
     """
 
     def __init__(self, args: RunArgs, envs: Environments, logger: Logger) -> None:
@@ -58,7 +58,7 @@ class Run:
         self.state: dict[str, Any] = {}
         self.replay = None
         self.global_step, self.last_step, self.restart = 0, 0, True
-        self.checkpoint_step = 0  # the last where a checkpoint could be written
+        self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
 
     def keep(self, replay: Any = None, **state: Any) -> None:
         """Register what is equal on all processes at all times: modules, optimisers, generators, tensors, normalisers.
@@ -129,20 +129,20 @@ class Run:
         return total, row
 
     def row_due(self, global_step: int, log_every: int) -> bool:
-        """Whether a row is to be logged now: at multiples of `log_every`, before a checkpoint, and last of all.
+        """Whether to log a row now: at multiples of `log_every`, before a checkpoint, and at the end of the run.
 
-        To be called after each vector step, before `boundary`. Requests to stop are heard here.
+        Call it after each vector step, before `boundary`. Processes also exchange stop requests here.
         """
-        if crossed(MEETING, self.global_step, global_step):
+        if crossed(STOP_PERIOD, self.global_step, global_step):
             self.world.gather([])  # collective
         ends = global_step == self.last_step or self.world.stop
         due = crossed(log_every, self.global_step, global_step)
         return bool(ends or due or crossed(self.args.checkpoint_every, self.global_step, global_step))
 
     def boundary(self, global_step: int, act: Act, may_checkpoint: bool = True) -> bool:
-        """At multiples of their periods compare processes, evaluate, write a checkpoint -> whether the run is to end.
+        """Compare processes, evaluate and write a checkpoint where their periods are due -> whether the run is to end.
 
-        `may_checkpoint`: nothing is half done that a checkpoint would lack. One that is due waits for that.
+        `may_checkpoint`: False while the script holds data that a checkpoint would lack; a due checkpoint then waits.
         """
         args, before, last = self.args, self.global_step, global_step == self.last_step or bool(self.world.stop)
         self.global_step = global_step
@@ -218,9 +218,9 @@ class Means:
 
 @contextmanager
 def open_run(args: RunArgs, file: str, columns: tuple[str, ...], envs: Environments) -> Iterator[Run]:
-    """Open the run directory and the process group; call what trains inside, as a function of its own.
+    """Open the run directory and process group. Train in a function called inside, so that its DDP modules are freed.
 
-    (Its DDP modules must be gone when the process group ends.) `columns`: the script's own of metrics.csv.
+    `columns`: the script's own of metrics.csv.
     """
     world = envs.world
     with Logger(args, file, header(columns), world, envs.evaluation) as logger, world.process_group(args.timeout):
