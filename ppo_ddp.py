@@ -334,7 +334,7 @@ def collect(
 
 
 def gradient_step(
-    loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, lr_fraction: float, minibatches: list
+    loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, rates: list, minibatches: list
 ) -> list[dict[str, torch.Tensor]]:
     """One optimiser step on a minibatch of each shard of this rank -> what the loss reports for each."""
     stats = []
@@ -344,8 +344,8 @@ def gradient_step(
         loss.backward()  # collective
         stats.append(mb_stats)
     nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_grad_norm)
-    for group in optimizer.param_groups:  # here, so that a CUDA graph of this function reads the new rate
-        group["lr"] = lr_fraction * group.setdefault("initial_lr", group["lr"])
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # here, so that a CUDA graph of this function reads the new one
     optimizer.step()
     return stats
 
@@ -422,6 +422,7 @@ def train(args: Args, run: Run) -> None:
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    initial_rates = [group["lr"] for group in optimizer.param_groups]
     obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
     return_moments = RunningMoments((), args.norm_reward)
     run.keep(agent=agent, optimizer=optimizer, generator=generator)
@@ -446,7 +447,7 @@ def train(args: Args, run: Run) -> None:
             rollouts = batches = None  # frees their memory before `collect` takes as much again
             experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        lr_fraction = run.number(fraction)  # of all learning rates, as a CUDA graph can take it
+        rates = [run.number(fraction * rate) for rate in initial_rates]
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective
@@ -468,7 +469,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)
                 minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
-                stats.append(update(lr_fraction, minibatches))  # collective
+                stats.append(update(rates, minibatches))  # collective
             if args.target_kl is not None:
                 epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
                 epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
