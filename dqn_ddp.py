@@ -43,7 +43,7 @@ from common.environments import open_environments
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
-from common.run.loop import Means, Run, crossed, open_run
+from common.run.loop import Run, crossed, open_run
 
 
 @dataclass
@@ -288,7 +288,6 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """Greedy actions for evaluation."""
         return acting.network(obs).argmax(-1)
 
-    means = Means(run)
     run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
@@ -306,16 +305,16 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
                 stats = update(batches)  # collective
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
-                means.add(stats)
+                run.means.add(stats)
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
             acting.copy_parameters()
-        means.seconds["time/rollout"] += update_start - rollout_start
-        means.seconds["time/update"] += time.perf_counter() - update_start
+        run.means.seconds["time/rollout"] += update_start - rollout_start
+        run.means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row()  # collective
+            row = run.means.row()  # collective
             row |= {"charts/learning_rate": args.learning_rate, "charts/epsilon": epsilon}
             run.logger.log(global_step, row)
         if run.boundary(global_step, act):  # collective

@@ -4,16 +4,14 @@
     torchrun --nproc_per_node=2 ppg_ddp.py --env-id CartPole-v1
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppg_ddp.py --num-envs 8
 
-To use it in a project of your own, copy this file and `common/`.
-
-A shard is a group of environments (common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`,
-`batches`, `inds` and `minibatches` have one entry for each shard of this rank.
+To use it in a project of your own, copy this file and `common/`. A shard is a group of environments
+(common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`, `batches`, `inds` and `minibatches`
+have one entry for each shard of this rank.
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
 policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
-`ppo_ddp.py`, bit for bit on vector observations.
-Each phase has an Adam of its own, whose state persists; the auxiliary one moves all networks, as in the reference.
-Keep rewards normalised: where returns are large, the value losses drown the KL term, and the policy is lost.
+`ppo_ddp.py`, bit for bit on vector observations. Each phase has its own Adam, whose state persists; the auxiliary one
+moves all networks. Keep rewards normalised: value losses of large returns drown the KL term, and the policy is lost.
 
 Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's phasic-policy-gradient):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise and fills the
@@ -33,9 +31,8 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
 11. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
 12. Layers start orthogonal, as in PPO; the reference draws normal weights and scales each output's to one norm.
 13. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
-14. Phases and batches are small by default, for small problems; the paper's, for Procgen, are the suite `procgen`'s
-    (benchmark/suites.py): on each of four processes 64 environments, and 3,072 auxiliary updates a phase, of 1,024
-    transitions each. There, a time limit is a truncation; the reference takes it for a termination.
+14. Phases and batches are small by default, for small problems; the paper's, for Procgen, are those of the suite
+    `procgen` (benchmark/suites.py). There, a time limit is a truncation; the reference takes it for a termination.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
 from common.machine import require_memory
-from common.normalization import RunningMoments, discounted_returns, explained_variance, residual_sums, standardized
+from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
 from common.run.loop import Run, open_run
@@ -133,13 +130,10 @@ class Args(RunArgs):
         size = self.num_envs * self.num_steps
         normalized = {"minibatch": size // self.num_minibatches, "batch": size, "none": 2}[self.norm_adv]
         self.require(normalized > 1, "norm_adv", "none, or over at least 2 samples")
-        needed = f"at least one iteration: --num-envs {self.num_envs} x --num-steps {self.num_steps} = {size}"
-        self.require_budget(size, needed)
+        self.require_budget(size, f"at least one iteration, --num-envs x --num-steps = {size}")
         if self.aux_epochs:
-            steps = self.n_pi * self.num_steps
-            self.require_divisor("num_aux_minibatches", steps, "--n-pi x --num-steps")
-            needed = f"at least {self.n_pi * size}, which has one auxiliary phase (or set --aux-epochs 0)"
-            self.require_budget(self.n_pi * size, needed)
+            self.require_divisor("num_aux_minibatches", self.n_pi * self.num_steps, "--n-pi x --num-steps")
+            self.require_budget(self.n_pi * size, f"at least {self.n_pi * size}, or set --aux-epochs 0")
 
 
 # ALGO LOGIC: networks
@@ -264,7 +258,7 @@ class PPOLoss(nn.Module):
         self.agent, self.args = agent, args
 
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss, a mean over the minibatch, and, detached, its parts and the log-ratios (B,)."""
+        """Returns the loss, a mean over the minibatch, and, detached, what is logged."""
         args = self.args
         pi, features = self.agent(mb.obs)
         newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
@@ -281,33 +275,29 @@ class PPOLoss(nn.Module):
             v_loss = 0.5 * ((newvalue - mb.returns) ** 2).mean()
         entropy_loss = entropy.mean()
         loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy_loss, "logratio": logratio}
+        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy_loss}
+        stats |= {"old_approx_kl": -logratio.mean(), "clipfrac": (ratio != clipped).to(ratio).mean()}
+        stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
         return loss, {name: x.detach() for name, x in stats.items()}
-
-
-class AuxBatch(NamedTuple):
-    """B transitions of a policy phase."""
-
-    obs: torch.Tensor  # (B, *shape) as the networks read them
-    returns: torch.Tensor  # (B,)
-    old_pi: torch.Tensor  # (B, .) as the policy phase left it
 
 
 class AuxLoss(nn.Module):
     """The joint objective of the auxiliary phase (arXiv:2009.04416 section 2) plus the value loss."""
 
-    def __init__(self, agent: Agent, aux_critic: nn.Linear, args: Args) -> None:
+    def __init__(self, agent: Agent, args: Args) -> None:
         super().__init__()
-        self.agent, self.aux_critic, self.args = agent, aux_critic, args
+        self.agent, self.args = agent, args
+        self.aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0)
 
-    def forward(self, mb: AuxBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss, a mean over the minibatch, and, detached, its parts."""
-        pi, features = self.agent(mb.obs)
-        aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - mb.returns) ** 2).mean()
-        kl_loss = self.agent.kl_divergence(mb.old_pi, pi).mean()
-        v_loss = 0.5 * ((self.agent.value(mb.obs, features) - mb.returns) ** 2).mean()
+    def forward(self, mb: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+        """obs (B, *shape), returns (B,), old_pi (B, .) -> the loss, a mean, and, detached, its parts."""
+        obs, returns, old_pi = mb
+        pi, features = self.agent(obs)
+        aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - returns) ** 2).mean()
+        kl_loss = self.agent.kl_divergence(old_pi, pi).mean()
+        v_loss = 0.5 * ((self.agent.value(obs, features) - returns) ** 2).mean()
         loss = aux_v_loss + self.args.beta_clone * kl_loss + v_loss
-        stats = {"aux_value_loss": aux_v_loss, "kl_loss": kl_loss, "real_value_loss": v_loss}
+        stats = {"aux/aux_value_loss": aux_v_loss, "aux/kl_loss": kl_loss, "aux/real_value_loss": v_loss}
         return loss, {name: x.detach() for name, x in stats.items()}
 
 
@@ -326,7 +316,6 @@ class Rollout(NamedTuple):
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     next_obs: np.ndarray  # (n, *shape)
     final_obs: list[np.ndarray]  # the last observations there, in the order of `bootstrapped`
-    episodes: dict[str, float]  # sums over the episodes that ended
     phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the whole policy phase; `obs` is its newest part
 
 
@@ -390,37 +379,31 @@ def collect(
         learned = np.sign(rewards) if envs.atari else rewards
         reward_sums = discounted_returns(learned, dones, args.gamma, return_carry)
         rollouts = []
-        for part, episodes in zip(envs.shards, envs.episodes.pop(), strict=True):
+        for part in envs.shards:
             finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
             arrays = (x[:, part] for x in (obs, actions, learned, reward_sums, dones, bootstrapped))
             kept = None if features is None else features[:, part]
-            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, episodes, phase_obs[:, :, part]))
+            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, phase_obs[:, :, part]))
         yield rollouts
 
 
-class Phase(NamedTuple):
+class Phase:
     """A policy phase of K steps of n environments; a transition's index is step * n + environment."""
 
-    obs: np.ndarray  # (K, n, *shape) as the environments give them
-    returns: torch.Tensor  # (K * n,)
-    old_pi: torch.Tensor  # (K * n, .) the policy that the auxiliary phase is to keep
+    def __init__(
+        self, args: Args, run: Run, agent: Agent, obs: np.ndarray, returns: torch.Tensor, obs_moments: RunningMoments
+    ) -> None:
+        self.obs = obs.reshape(-1, *obs.shape[2:])  # (K, n, *shape), a view; maybe more than a GPU holds
+        self.returns = returns  # (K * n,)
+        self.to_input = lambda x: run.tensor(obs_moments.normalized(x))
+        with torch.no_grad():
+            parts = (part.reshape(-1, *part.shape[2:]) for part in np.split(self.obs, args.num_aux_minibatches))
+            self.old_pi = torch.cat([agent(self.to_input(part))[0] for part in parts])  # (K * n, .), to be kept
 
-    def take(self, inds: torch.Tensor, run: Run, obs_moments: RunningMoments) -> AuxBatch:
-        """The transitions of these indices (b,)."""
-        n = self.obs.shape[1]
-        obs, inds = run.tensor(obs_moments.normalized(self.obs[inds // n, inds % n])), inds.to(run.device)
-        return AuxBatch(obs, self.returns[inds], self.old_pi[inds])
-
-
-def phase_of(
-    args: Args, run: Run, agent: Agent, rollout: Rollout, returns: torch.Tensor, obs_moments: RunningMoments
-) -> Phase:
-    """The policy phase that ends with `rollout`, and its `returns` (K * n,)."""
-    obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (K, n, *shape), a view
-    with torch.no_grad():
-        parts = (part.reshape(-1, *part.shape[2:]) for part in np.split(obs, args.num_aux_minibatches))
-        old_pi = torch.cat([agent(run.tensor(obs_moments.normalized(part)))[0] for part in parts])
-    return Phase(obs, returns, old_pi)
+    def take(self, inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """obs, returns and old_pi of the transitions of these indices (b,)."""
+        n, here = self.obs.shape[1], inds.to(self.returns.device)
+        return self.to_input(self.obs[inds // n, inds % n]), self.returns[here], self.old_pi[here]
 
 
 # ALGO LOGIC: update
@@ -474,22 +457,6 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     return inds.view(num_epochs, n, num_minibatches, -1).transpose(1, 2).flatten(2)
 
 
-def loss_sums(stats: list[dict[str, torch.Tensor]], clip_coef: float) -> dict[str, float]:
-    """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by name."""
-    table = {name: torch.stack([part[name] for part in stats]).double() for name in stats[0]}  # (k,) or (k, B)
-    logratio = table.pop("logratio")
-    ratio = logratio.exp()
-    table["old_approx_kl"] = -logratio.mean(-1)
-    table["approx_kl"] = (ratio - 1 - logratio).mean(-1)  # http://joschu.net/blog/kl-approx.html
-    table["clipfrac"] = ((ratio - 1).abs() > clip_coef).double().mean(-1)
-    return dict(zip(table, torch.stack([*table.values()]).sum(-1).tolist(), strict=True))
-
-
-def aux_loss_sums(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """What `AuxLoss` returned for k minibatches -> sums over them, in float64, by name."""
-    return {name: torch.stack([part[name] for part in stats]).double().sum().item() for name in stats[0]}
-
-
 COLUMNS = (
     *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
     *("losses/clipfrac", "losses/explained_variance", "losses/epochs"),
@@ -524,26 +491,23 @@ def train(args: Args, run: Run) -> None:
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     initial_rates = [group["lr"] for group in optimizer.param_groups]
-    aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0).to(run.device)  # last: draws after PPO's
-    aux_parameters = [*agent.parameters(), *aux_critic.parameters()]
-    aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
+    aux_loss_fn = AuxLoss(agent, args).to(run.device)
+    aux_optimizer = torch.optim.Adam(aux_loss_fn.parameters(), lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
     initial_aux_rates = [group["lr"] for group in aux_optimizer.param_groups]
     obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
     return_moments = RunningMoments((), args.norm_reward)
     run.keep(agent=agent, optimizer=optimizer, generator=generator)
-    run.keep(aux_critic=aux_critic, aux_optimizer=aux_optimizer)
+    run.keep(aux_critic=aux_loss_fn.aux_critic, aux_optimizer=aux_optimizer)
     run.keep(obs_moments=obs_moments, return_moments=return_moments)
     loss_fn = PPOLoss(agent, args)
-    aux_loss_fn = AuxLoss(agent, aux_critic, args)
     if args.compile:
         loss_fn.compile()
         aux_loss_fn.compile()
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     # one wrapper for each loss, of exactly the parameters that it uses; with `static_graph`, two over the same fail
-    options = {"gradient_as_bucket_view": True}
-    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
+    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
-    ddp_aux_loss = DDP(aux_loss_fn, **options) if world.uses_ddp else aux_loss_fn  # collective
+    ddp_aux_loss = DDP(aux_loss_fn, gradient_as_bucket_view=True) if world.uses_ddp else aux_loss_fn  # collective
     run.average_gradients(ddp_aux_loss)
     update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)
     aux_update = run.graphed(partial(gradient_step, ddp_aux_loss, aux_optimizer, args.max_grad_norm), aux_optimizer)
@@ -578,53 +542,44 @@ def train(args: Args, run: Run) -> None:
         advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]  # (num_epochs, num_minibatches, size)
         if args.norm_adv == "minibatch":
             advantages = standardized(advantages, world)  # collective, one for all epochs
-        stats = []  # by update, then by shard: what the loss reports
         for epoch in range(args.update_epochs):
+            kls = []
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)
                 minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
-                stats.append(update(rates, minibatches))  # collective
+                stats = update(rates, minibatches)  # collective
+                run.means.add(stats)
+                kls.append(torch.stack([part["approx_kl"] for part in stats]).double())
             if args.target_kl is not None:
-                epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
-                epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
-                if epoch_total["approx_kl"] / (args.num_minibatches * world.num_shards) > args.target_kl:
+                kls = torch.stack(kls, 1).cpu().numpy()  # (this rank's shards, num_minibatches)
+                if world.gather_shards(kls).mean() > args.target_kl:  # collective
                     break
         obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
         update_end = time.perf_counter()
 
         # auxiliary phase
-        aux_stats = []
         phase_returns.append([batch.returns for batch in batches])
         may_checkpoint = not args.aux_epochs or iteration % args.n_pi == 0  # not within a policy phase
         if args.aux_epochs and may_checkpoint:
-            returns = [torch.cat(parts) for parts in zip(*phase_returns, strict=True)]
-            phases = [phase_of(args, run, agent, x, y, obs_moments) for x, y in zip(rollouts, returns, strict=True)]
+            returns = [torch.cat(parts) for parts in zip(*phase_returns, strict=True)]  # by shard
+            obs = [x.phase_obs for x in rollouts]
+            phases = [Phase(args, run, agent, *x, obs_moments) for x in zip(obs, returns, strict=True)]
             draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
             draws = draws[:, world.local_slice(args.num_envs)]
             aux_inds = [minibatch_inds(draws[:, part], args.num_aux_minibatches) for part in envs.shards]
             for aux_epoch in range(args.aux_epochs):
                 for i in range(args.num_aux_minibatches):
-                    parts = zip(phases, aux_inds, strict=True)
-                    minibatches = [phase.take(mb[aux_epoch, i], run, obs_moments) for phase, mb in parts]
-                    aux_stats.append(aux_update(aux_rates, minibatches))  # collective
+                    minibatches = [x.take(mb[aux_epoch, i]) for x, mb in zip(phases, aux_inds, strict=True)]
+                    run.means.add(aux_update(aux_rates, minibatches))  # collective
                 world.gather([])  # collective; a stop request is heard here
                 if world.stop:
                     break
-        aux_losses = [aux_loss_sums(x) for x in zip(*aux_stats, strict=True)] or [{} for _ in rollouts]
+            run.means.seconds["time/aux"] = time.perf_counter() - update_end
 
-        # metrics: sums and counts of all ranks, divided once
-        losses = [loss_sums(x, args.clip_coef) for x in zip(*stats, strict=True)]
-        residuals = [residual_sums(batch.advantages, batch.values) for batch in batches]
-        parts = zip(rollouts, losses, residuals, aux_losses, strict=True)
-        sums = [x.episodes | loss | residual | aux for x, loss, residual, aux in parts]
-        times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
-        if aux_stats:
-            times["time/aux"] = time.perf_counter() - update_end
-        total, row = run.reduce(sums, times)  # collective
+        run.means.seconds |= {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
+        row = run.means.row()  # collective
         row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
-        row |= {f"losses/{name}": total[name] / (len(stats) * world.num_shards) for name in losses[0]}
-        row |= {f"losses/aux/{name}": total[name] / (len(aux_stats) * world.num_shards) for name in aux_losses[0]}
-        row |= explained_variance(total, batch_size)
+        row |= explained_variance([(x.advantages, x.values) for x in batches], world)  # collective
         run.logger.log(iteration * batch_size, row)
         if run.boundary(iteration * batch_size, act, may_checkpoint):  # collective
             break

@@ -4,10 +4,9 @@
     torchrun --nproc_per_node=2 ppo_ddp.py --env-id CartPole-v1
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppo_ddp.py --num-envs 8
 
-To use it in a project of your own, copy this file and `common/`.
-
-A shard is a group of environments (common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`,
-`batches`, `inds` and `minibatches` have one entry for each shard of this rank.
+To use it in a project of your own, copy this file and `common/`. A shard is a group of environments
+(common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`, `batches`, `inds` and `minibatches`
+have one entry for each shard of this rank.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise and fills the
@@ -42,7 +41,7 @@ from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
 from common.machine import require_memory
-from common.normalization import RunningMoments, discounted_returns, explained_variance, residual_sums, standardized
+from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
 from common.run.loop import Run, open_run
@@ -106,8 +105,7 @@ class Args(RunArgs):
         size = self.num_envs * self.num_steps
         normalized = {"minibatch": size // self.num_minibatches, "batch": size, "none": 2}[self.norm_adv]
         self.require(normalized > 1, "norm_adv", "none, or over at least 2 samples")
-        needed = f"at least one iteration: --num-envs {self.num_envs} x --num-steps {self.num_steps} = {size}"
-        self.require_budget(size, needed)
+        self.require_budget(size, f"at least one iteration, --num-envs x --num-steps = {size}")
 
 
 # ALGO LOGIC: networks
@@ -223,7 +221,7 @@ class PPOLoss(nn.Module):
         self.agent, self.args = agent, args
 
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss, a mean over the minibatch, and, detached, its parts and the log-ratios (B,)."""
+        """Returns the loss, a mean over the minibatch, and, detached, what is logged."""
         args = self.args
         pi, features = self.agent(mb.obs)
         newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
@@ -240,7 +238,9 @@ class PPOLoss(nn.Module):
             v_loss = 0.5 * ((newvalue - mb.returns) ** 2).mean()
         entropy_loss = entropy.mean()
         loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy_loss, "logratio": logratio}
+        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy_loss}
+        stats |= {"old_approx_kl": -logratio.mean(), "clipfrac": (ratio != clipped).to(ratio).mean()}
+        stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
         return loss, {name: x.detach() for name, x in stats.items()}
 
 
@@ -259,7 +259,6 @@ class Rollout(NamedTuple):
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     next_obs: np.ndarray  # (n, *shape)
     final_obs: list[np.ndarray]  # the last observations there, in the order of `bootstrapped`
-    episodes: dict[str, float]  # sums over the episodes that ended
 
 
 def learning_batch(
@@ -322,11 +321,11 @@ def collect(
         learned = np.sign(rewards) if envs.atari else rewards
         reward_sums = discounted_returns(learned, dones, args.gamma, return_carry)
         rollouts = []
-        for part, episodes in zip(envs.shards, envs.episodes.pop(), strict=True):
+        for part in envs.shards:
             finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
             arrays = (x[:, part] for x in (obs, actions, learned, reward_sums, dones, bootstrapped))
             kept = None if features is None else features[:, part]
-            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, episodes))
+            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals))
         yield rollouts
 
 
@@ -381,17 +380,6 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     return inds.view(num_epochs, n, num_minibatches, -1).transpose(1, 2).flatten(2)
 
 
-def loss_sums(stats: list[dict[str, torch.Tensor]], clip_coef: float) -> dict[str, float]:
-    """What `PPOLoss` returned for k minibatches -> sums over them, in float64, by name."""
-    table = {name: torch.stack([part[name] for part in stats]).double() for name in stats[0]}  # (k,) or (k, B)
-    logratio = table.pop("logratio")
-    ratio = logratio.exp()
-    table["old_approx_kl"] = -logratio.mean(-1)
-    table["approx_kl"] = (ratio - 1 - logratio).mean(-1)  # http://joschu.net/blog/kl-approx.html
-    table["clipfrac"] = ((ratio - 1).abs() > clip_coef).double().mean(-1)
-    return dict(zip(table, torch.stack([*table.values()]).sum(-1).tolist(), strict=True))
-
-
 COLUMNS = (
     *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
     *("losses/clipfrac", "losses/explained_variance", "losses/epochs"),
@@ -430,9 +418,8 @@ def train(args: Args, run: Run) -> None:
     loss_fn = PPOLoss(agent, args)
     if args.compile:
         loss_fn.compile()
-    # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
-    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
+    # DDP (collective) hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the agent
+    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True, static_graph=True) if world.uses_ddp else loss_fn
     run.average_gradients(ddp_loss)
     update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)
     acting = Acting(agent, world, envs.shards, run.logger.note, run.graphed(agent))
@@ -464,29 +451,25 @@ def train(args: Args, run: Run) -> None:
         advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]  # (num_epochs, num_minibatches, size)
         if args.norm_adv == "minibatch":
             advantages = standardized(advantages, world)  # collective, one for all epochs
-        stats = []  # by update, then by shard: what the loss reports
         for epoch in range(args.update_epochs):
+            kls = []
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)
                 minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
-                stats.append(update(rates, minibatches))  # collective
+                stats = update(rates, minibatches)  # collective
+                run.means.add(stats)
+                kls.append(torch.stack([part["approx_kl"] for part in stats]).double())
             if args.target_kl is not None:
-                epoch_stats = zip(*stats[-args.num_minibatches :], strict=True)
-                epoch_total = world.reduce([loss_sums(x, args.clip_coef) for x in epoch_stats], {})  # collective
-                if epoch_total["approx_kl"] / (args.num_minibatches * world.num_shards) > args.target_kl:
+                kls = torch.stack(kls, 1).cpu().numpy()  # (this rank's shards, num_minibatches)
+                if world.gather_shards(kls).mean() > args.target_kl:  # collective
                     break
         obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
         update_end = time.perf_counter()
 
-        # metrics: sums and counts of all ranks, divided once
-        losses = [loss_sums(x, args.clip_coef) for x in zip(*stats, strict=True)]
-        residuals = [residual_sums(batch.advantages, batch.values) for batch in batches]
-        sums = [x.episodes | loss | residual for x, loss, residual in zip(rollouts, losses, residuals, strict=True)]
-        times = {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
-        total, row = run.reduce(sums, times)  # collective
+        run.means.seconds |= {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
+        row = run.means.row()  # collective
         row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
-        row |= {f"losses/{name}": total[name] / (len(stats) * world.num_shards) for name in losses[0]}
-        row |= explained_variance(total, batch_size)
+        row |= explained_variance([(x.advantages, x.values) for x in batches], world)  # collective
         run.logger.log(iteration * batch_size, row)
         if run.boundary(iteration * batch_size, act):  # collective
             break

@@ -42,7 +42,7 @@ from common.environments import open_environments
 from common.replay import Batch, ReplayBuffer
 from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
 from common.run.launch import launch
-from common.run.loop import Means, Run, crossed, open_run
+from common.run.loop import Run, crossed, open_run
 
 
 @dataclass
@@ -334,7 +334,6 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """The actions of the means, for evaluation."""
         return acting.network(obs, np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype))
 
-    means = Means(run)
     run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
@@ -352,19 +351,19 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
                 stats = critic_update(batches, draw_noise(batches))  # collective
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
-                means.add(stats)
+                run.means.add(stats)
                 if k % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # makes up for the delay
-                        means.add(actor_update([x.obs for x in batches], draw_noise(batches)))  # collective
+                        run.means.add(actor_update([x.obs for x in batches], draw_noise(batches)))  # collective
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
             acting.copy_parameters()
-        means.seconds["time/rollout"] += update_start - rollout_start
-        means.seconds["time/update"] += time.perf_counter() - update_start
+        run.means.seconds["time/rollout"] += update_start - rollout_start
+        run.means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = means.row()  # collective
+            row = run.means.row()  # collective
             row |= {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}
             if "losses/qf1_loss" in row:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2

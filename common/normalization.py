@@ -87,16 +87,16 @@ def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
     return [(x - mean) / (std + 1e-8) for x in parts]
 
 
-def residual_sums(advantages: torch.Tensor, values: torch.Tensor) -> dict[str, float]:
-    """Sums and sums of squares, in float64, of returns - values and of the returns: for `explained_variance`."""
-    residuals, values = advantages.double().cpu().numpy(), values.double().cpu().numpy()
-    sums = {}
-    for name, x in (("residual", residuals), ("target", values + residuals)):
-        sums |= {name: x.sum(), f"{name}^2": (x**2).sum()}
-    return sums
+def explained_variance(parts: list[tuple[torch.Tensor, torch.Tensor]], world: World) -> dict[str, float]:
+    """Advantages and values (B,) of each shard here -> the part of the returns' variance that the values explain.
 
-
-def explained_variance(total: dict[str, float], count: int) -> dict[str, float]:
-    """The part of the returns' variance that the values explain, as a column; none where all returns are equal."""
-    residual, target = (total[f"{name}^2"] - total[name] ** 2 / count for name in ("residual", "target"))
+    In float64, over all shards, as a column; no column where all returns are equal.
+    """
+    sums = []
+    for advantages, values in parts:
+        residuals, values = advantages.double().cpu().numpy(), values.double().cpu().numpy()
+        returns = values + residuals
+        sums.append([len(returns), residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
+    count, *moments = world.gather_shards(sums).sum(0)  # collective
+    residual, target = (square - total**2 / count for total, square in np.reshape(moments, (2, 2)))
     return {"losses/explained_variance": 1 - residual / target} if target > 0 else {}

@@ -43,7 +43,7 @@ CHANGES = {
     "a loss term and its metric": (
         "ppo",
         (LOSS, TERM),
-        ('"entropy": entropy_loss, ', '"entropy": entropy_loss, "activity": activity, '),
+        ('"entropy": entropy_loss}', '"entropy": entropy_loss, "activity": activity}'),
         ('"losses/entropy", ', '"losses/entropy", "losses/activity", '),
     ),
     "LayerNorm, ppo": ("ppo", (LAST_LAYER, f"{LAST_LAYER}, nn.LayerNorm(64)")),

@@ -206,15 +206,14 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
     "collect": [  # PPG's observations are those of a whole phase
         "obs = envs.storage(*shape)",
-        "rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, episodes))",
+        "rollouts.append(Rollout(*arrays, kept, next_obs[part], finals))",
         "while True:",
     ],
     "main": [],
     "train": [
+        "ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True, static_graph=True) if world.uses_ddp else loss_fn",
         "if run.boundary(iteration * batch_size, act):",
-        "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
         "rollouts = batches = None",
-        "sums = [x.episodes | loss | residual for x, loss, residual in zip(rollouts, losses, residuals, strict=True)]",
     ],
 }
 

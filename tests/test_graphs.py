@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import dqn_ddp
 import ppg_ddp
@@ -70,7 +71,7 @@ def recording(recorder, stream, capture_error_mode):
 
 
 class OnCPU(Graphed):
-    """With the number that is a tensor on a GPU; torch reads it in float64 here."""
+    """With each number that is a tensor on a GPU; torch reads it in float64 here."""
 
     made = []
 
@@ -79,8 +80,7 @@ class OnCPU(Graphed):
         self.made.append(self)
 
     def __call__(self, *inputs):
-        numbers = (torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else x for x in inputs)
-        return super().__call__(*numbers)
+        return super().__call__(*tree_map_only(float, lambda x: torch.tensor(x, dtype=torch.float64), inputs))
 
 
 @pytest.fixture

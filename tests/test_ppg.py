@@ -72,9 +72,9 @@ def test_the_gradient_of_an_auxiliary_minibatch_by_hand():
         torch.manual_seed(0)
         space = ppg_ddp.gym.spaces
         agent = ppg_ddp.Agent(space.Box(-1, 1, (3,), np.float32), space.Discrete(3))
-        head = torch.nn.Linear(64, 1)
         obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
-        loss, _ = ppg_ddp.AuxLoss(agent, head, ppg_ddp.Args(beta_clone=0.7))(ppg_ddp.AuxBatch(obs, returns, old_pi))
+        loss_fn = ppg_ddp.AuxLoss(agent, ppg_ddp.Args(beta_clone=0.7))
+        head, (loss, _) = loss_fn.aux_critic, loss_fn((obs, returns, old_pi))
         loss.backward()
         with torch.no_grad():
             h = agent.trunk(obs)

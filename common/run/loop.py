@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,17 +45,62 @@ def header(columns: tuple[str, ...]) -> tuple[str, ...]:
     return (*sum(groups, ()), *(x for x in columns if not x.startswith(tuple(STANDARD))))
 
 
+class Means:
+    """Means over the updates since the last row of what losses return by name, and times.
+
+    `seconds`: by column, for the script to add to. A row shows those of the slowest process.
+    """
+
+    def __init__(self, envs: Environments) -> None:
+        self.envs, self.world = envs, envs.world
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
+        # a table (shards here, names), float64, for each set of names; many numbers kept until the row would
+        # fragment the memory of batches
+        self.sums: dict[tuple[str, ...], torch.Tensor] = {}
+        self.counts: Counter[tuple[str, ...]] = Counter()
+
+    def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
+        """Add an update's numbers by name, for each shard here. Their mean over all shards is the batch's."""
+        names = tuple(stats[0])
+        table = torch.stack([torch.stack([*part.values()]) for part in stats]).double()
+        self.sums[names] = self.sums[names] + table if names in self.sums else table
+        self.counts[names] += 1
+
+    def row(self) -> Numbers:
+        """The columns of episodes, losses and times since the last call, over all processes.
+
+        Without an episode that ended, or an update, the columns of their means are left out.
+        """
+        sums = self.envs.episodes.pop()
+        for names, table in self.sums.items():
+            columns = [f"losses/{name}" for name in names]
+            sums = [part | dict(zip(columns, x, strict=True)) for part, x in zip(sums, table.tolist(), strict=True)]
+        total = self.world.reduce(sums, maxima=self.seconds)  # collective
+        row = {"charts/episodes": int(total["episodes"])} | {name: total[name] for name in self.seconds}
+        if total["episodes"]:
+            row["charts/episodic_return"] = total["return"] / total["episodes"]
+            row["charts/episodic_length"] = total["length"] / total["episodes"]
+        for names, count in self.counts.items():
+            row |= {f"losses/{x}": total[f"losses/{x}"] / count / self.world.num_shards for x in names}
+        self._clear()
+        return row
+
+
 class Run:
     """One run of a script, on this process.
 
     `restart`: True at the start and after each checkpoint, until `start_environments` is called. `global_step`:
-    transitions of all processes at the last call of `boundary`. Every process must call each method.
+    transitions of all processes at the last call of `boundary`. `means`: what a row of metrics.csv is made of. Every
+    process must call each method.
     """
 
     def __init__(self, args: RunArgs, envs: Environments, logger: Logger) -> None:
         self.args, self.envs, self.world, self.device, self.logger = args, envs, envs.world, envs.world.device, logger
         self.state: dict[str, Any] = {}
-        self.replay = None
+        self.replay, self.means = None, Means(envs)
         self.global_step, self.last_step, self.restart = 0, 0, True
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
 
@@ -115,19 +159,6 @@ class Run:
         self.restart = False
         return self.envs.start(self.checkpoints.number)
 
-    def reduce(self, sums: list[Numbers], times: Numbers) -> tuple[Numbers, Numbers]:
-        """Add the `sums` of all shards by name -> totals, and the columns of episodes and of the slowest rank's times.
-
-        `sums` has what `EpisodeStatistics.pop` gives for each shard of this process, and more. Without an episode that
-        ended, the columns of their means are left out.
-        """
-        total = self.world.reduce(sums, maxima=times)  # collective
-        row = {"charts/episodes": int(total["episodes"])} | {name: total[name] for name in times}
-        if total["episodes"]:
-            row["charts/episodic_return"] = total["return"] / total["episodes"]
-            row["charts/episodic_length"] = total["length"] / total["episodes"]
-        return total, row
-
     def row_due(self, global_step: int, log_every: int) -> bool:
         """Whether to log a row now: at multiples of `log_every`, before a checkpoint, and at the end of the run.
 
@@ -179,41 +210,6 @@ class Run:
         if self.args.save_model:
             self.logger.save(self.global_step, self.state | more)
         self.checkpoints.finish()
-
-
-class Means:
-    """Means over the updates since the last row of what losses return by name, and times.
-
-    `seconds`: by column, for the script to add to. A row shows those of the slowest process.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._clear()
-
-    def _clear(self) -> None:
-        self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
-        # one tensor for each name: many small ones, kept until the row, would fragment the memory of batches
-        zero = partial(torch.zeros, (), dtype=torch.float64, device=self.run.device)
-        self.sums = [defaultdict(zero) for _ in self.run.world.shards]
-        self.counts: Counter[str] = Counter()
-
-    def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
-        """Add an update's numbers by name, for each shard here. Their mean over all shards is the batch's."""
-        self.counts.update(stats[0].keys())
-        for sums, part in zip(self.sums, stats, strict=True):
-            for name, value in part.items():
-                sums[name] += value
-
-    def row(self) -> dict[str, float]:
-        """The columns of episodes, losses and times since the last call, over all processes."""
-        losses = [{name: value.item() for name, value in sums.items()} for sums in self.sums]
-        episodes = self.run.envs.episodes.pop()
-        sums = [ended | part for ended, part in zip(episodes, losses, strict=True)]
-        total, row = self.run.reduce(sums, self.seconds)  # collective
-        row |= {f"losses/{name}": total[name] / n / self.run.world.num_shards for name, n in self.counts.items()}
-        self._clear()
-        return row
 
 
 @contextmanager
