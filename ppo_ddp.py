@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=2 ppo_ddp.py --env-id CartPole-v1
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppo_ddp.py --num-envs 8
 
-To use it in a project of your own, copy this file and `common/`. A shard is a group of environments
-(common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`, `batches`, `inds` and `minibatches`
-have one entry for each shard of this rank.
+To use it in a project of your own, copy this file and `common/`.
+A shard is a group of environments (common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`,
+`batches`, `inds` and `minibatches` have one entry for each shard of this rank.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise and fills the
@@ -208,9 +208,9 @@ class Batch(NamedTuple):
     advantages: torch.Tensor
     returns: torch.Tensor
 
-    def take(self, inds: torch.Tensor) -> Batch:
-        """The transitions of these indices (b,)."""
-        return Batch(*(x[inds] for x in self))
+    def take(self, inds: torch.Tensor, advantages: torch.Tensor) -> Batch:
+        """The transitions of these indices (b,), with other advantages (b,)."""
+        return Batch(*(x[inds] for x in self[:4]), advantages, self.returns[inds])
 
 
 class PPOLoss(nn.Module):
@@ -221,7 +221,7 @@ class PPOLoss(nn.Module):
         self.agent, self.args = agent, args
 
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss, a mean over the minibatch, and, detached, what is logged."""
+        """Returns the loss, a mean over the minibatch, and, detached, what is logged: means, or numbers (B,)."""
         args = self.args
         pi, features = self.agent(mb.obs)
         newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
@@ -239,8 +239,9 @@ class PPOLoss(nn.Module):
         entropy_loss = entropy.mean()
         loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
         stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy_loss}
-        stats |= {"old_approx_kl": -logratio.mean(), "clipfrac": (ratio != clipped).to(ratio).mean()}
-        stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
+        logratio = logratio.detach()
+        stats |= {"old_approx_kl": -logratio, "clipfrac": ratio != clipped}
+        stats["approx_kl"] = logratio.expm1() - logratio  # http://joschu.net/blog/kl-approx.html
         return loss, {name: x.detach() for name, x in stats.items()}
 
 
@@ -255,10 +256,10 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # (num_steps, n), and so are the next three
     reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start; their deviation scales rewards
     dones: np.ndarray
-    bootstrapped: np.ndarray  # where an episode was truncated and not terminated
+    truncations: np.ndarray  # where an episode was truncated and not terminated
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     next_obs: np.ndarray  # (n, *shape)
-    final_obs: list[np.ndarray]  # the last observations there, in the order of `bootstrapped`
+    final_obs: list[np.ndarray]  # the last observations there, in the order of `truncations`
 
 
 def learning_batch(
@@ -278,7 +279,7 @@ def learning_batch(
         last_obs = run.tensor(obs_moments.normalized(np.stack([*rollout.next_obs, *rollout.final_obs])))
         last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
     next_value, final_values = np.split(last_values, [n])
-    rewards[rollout.bootstrapped] += args.gamma * final_values  # truncation bootstraps, termination does not
+    rewards[rollout.truncations] += args.gamma * final_values  # truncation bootstraps, termination does not
     old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
     advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
     advantages = run.tensor(advantages.ravel())
@@ -295,7 +296,7 @@ def collect(
     obs = envs.storage(*shape)
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
     features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
-    rewards, dones, bootstrapped = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
+    rewards, terminations, truncations = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
     next_obs, return_carry = run.start_environments(), np.zeros(envs.num_envs)
     draw = torch.rand if agent.discrete else torch.randn
     while True:
@@ -314,16 +315,15 @@ def collect(
                     features[step] = torch.cat([feature for _, feature in outputs])
                     pi = np.concatenate([pi.cpu().numpy() for pi, _ in outputs])
                 actions[step] = agent.sample(pi, noise[step])
-                next_obs, rewards[step], termination, truncation, infos = envs.step(actions[step])
-                dones[step], bootstrapped[step] = termination | truncation, truncation & ~termination
-                for i in np.flatnonzero(bootstrapped[step]):
+                next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
+                for i in truncations[step].nonzero()[0]:
                     final_obs[step, i] = np.array(infos["final_obs"][i])
-        learned = np.sign(rewards) if envs.atari else rewards
-        reward_sums = discounted_returns(learned, dones, args.gamma, return_carry)
+        dones, learned = terminations | truncations, np.sign(rewards) if envs.atari else rewards
+        reward_sums = discounted_returns(learned, dones, args.gamma, return_carry) if args.norm_reward else learned
         rollouts = []
         for part in envs.shards:
             finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
-            arrays = (x[:, part] for x in (obs, actions, learned, reward_sums, dones, bootstrapped))
+            arrays = (x[:, part] for x in (obs, actions, learned, reward_sums, dones, truncations))
             kept = None if features is None else features[:, part]
             rollouts.append(Rollout(*arrays, kept, next_obs[part], finals))
         yield rollouts
@@ -428,7 +428,7 @@ def train(args: Args, run: Run) -> None:
         """Greedy actions for evaluation."""
         return agent.mode(acting.network(obs_moments.normalized(obs)))
 
-    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")
+    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             rollouts = batches = None  # frees their memory before `collect` takes as much again
@@ -455,12 +455,12 @@ def train(args: Args, run: Run) -> None:
             kls = []
             for i in range(args.num_minibatches):
                 parts = zip(batches, inds, advantages, strict=True)
-                minibatches = [x.take(mb[epoch, i])._replace(advantages=adv[epoch, i]) for x, mb, adv in parts]
+                minibatches = [x.take(mb[epoch, i], adv[epoch, i]) for x, mb, adv in parts]
                 stats = update(rates, minibatches)  # collective
                 run.means.add(stats)
-                kls.append(torch.stack([part["approx_kl"] for part in stats]).double())
+                kls.append(torch.stack([part["approx_kl"] for part in stats]))
             if args.target_kl is not None:
-                kls = torch.stack(kls, 1).cpu().numpy()  # (this rank's shards, num_minibatches)
+                kls = torch.stack(kls, 1).double().mean(-1).cpu().numpy()  # (this rank's shards, num_minibatches)
                 if world.gather_shards(kls).mean() > args.target_kl:  # collective
                     break
         obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1

@@ -100,7 +100,7 @@ class Environments(VectorWrapper):
         self.atari, self.repeats_first = is_atari(family, envs), family == "envpool"
         self.stack = space.shape[0] if self.ale else getattr(envs, "stack", 1)
         self.float_obs = np.issubdtype(space.dtype, np.floating)
-        self.float_actions = np.issubdtype(envs.single_action_space.dtype, np.floating)
+        self.first_action = getattr(envs.single_action_space, "start", None)  # of a Discrete space
         if channels_last:
             low, high = self._channels_first(space.low), self._channels_first(space.high)
             self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
@@ -125,31 +125,33 @@ class Environments(VectorWrapper):
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """A vector step of actions `in_space`; `episode_ended` in the infos (n,): where a whole episode ended.
 
+        An episode that ends by itself in the step of its limit is terminated and not truncated.
         Raises `Fault`, naming environment and step, for what is not finite.
         """
         self.steps += 1
         actions = self.in_space(actions)
-        if self.float_actions:
+        if self.first_action is None:
             advice = "; the networks have diverged: try a lower learning rate"
             self._require_finite("the action for it", actions, advice)
         obs, rewards, terminations, truncations, infos = self._ask(self.env.step, actions)
         self._require_finite("a reward", rewards)
         if self.float_obs:
             self._require_finite("an observation", obs)
-        if self.float_obs and "final_obs" in infos:
-            for i in np.flatnonzero(truncations & ~terminations):
-                self._require_finite("its last observation", infos["final_obs"][i][None], at=i)
         dones = terminations | truncations
-        if self.channels_last and "final_obs" in infos:
-            infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in np.flatnonzero(dones)}
+        if "final_obs" in infos:
+            truncations = truncations & ~terminations
+            if self.channels_last:
+                infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in np.flatnonzero(dones)}
+            for i in np.flatnonzero(truncations) if self.float_obs else ():
+                self._require_finite("its last observation", infos["final_obs"][i][None], at=i)
         infos["episode_ended"] = self.episodes.step(rewards, dones, infos)
         return self._channels_first(obs), rewards, terminations, truncations, infos
 
     def in_space(self, actions: np.ndarray) -> np.ndarray:
         """Actions (n,) from 0, or (n, d) -> as the action space has them: from its start, or cast and clipped to it."""
+        if self.first_action is not None:
+            return actions + self.first_action if self.first_action else actions
         space = self.single_action_space
-        if isinstance(space, gym.spaces.Discrete):
-            return actions + space.start
         return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
 
     def close(self) -> None:

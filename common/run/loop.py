@@ -57,34 +57,46 @@ class Means:
 
     def _clear(self) -> None:
         self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
-        # a table (shards here, names), float64, for each set of names; many numbers kept until the row would
-        # fragment the memory of batches
-        self.sums: dict[tuple[str, ...], torch.Tensor] = {}
-        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.sums: list[Counter[str]] = [Counter() for _ in self.envs.shards]
+        self.counts: Counter[str] = Counter()
+        self.waiting: list[list[dict[str, torch.Tensor]]] = []  # what is not yet in the sums
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
-        """Add an update's numbers by name, for each shard here. Their mean over all shards is the batch's."""
-        names = tuple(stats[0])
-        table = torch.stack([torch.stack([*part.values()]) for part in stats]).double()
-        self.sums[names] = self.sums[names] + table if names in self.sums else table
-        self.counts[names] += 1
+        """Add what a loss returned for each shard here, by name: means, or tensors of one number for each sample.
+
+        The mean over shards of the first must be the batch's. The second need parts of one size.
+        """
+        self.waiting.append(stats)
+        if len(self.waiting) == 64:  # more tensors, kept until the row, would fragment the memory of batches
+            self._sum()
+
+    def _sum(self) -> None:
+        names = dict.fromkeys(name for stats in self.waiting for name in stats[0])
+        for name in names:
+            stats = [x for x in self.waiting if name in x[0]]
+            self.counts[name] += len(stats)
+            for sums, parts in zip(self.sums, zip(*stats, strict=True), strict=True):
+                values = torch.stack([part[name] for part in parts]).double()  # (k,) or (k, b)
+                for value in (values if values.ndim == 1 else values.mean(-1)).tolist():
+                    sums[name] += value
+        self.waiting = []
 
     def row(self) -> Numbers:
         """The columns of episodes, losses and times since the last call, over all processes.
 
         Without an episode that ended, or an update, the columns of their means are left out.
         """
-        sums = self.envs.episodes.pop()
-        for names, table in self.sums.items():
-            columns = [f"losses/{name}" for name in names]
-            sums = [part | dict(zip(columns, x, strict=True)) for part, x in zip(sums, table.tolist(), strict=True)]
+        self._sum()
+        sums = []
+        for episodes, losses in zip(self.envs.episodes.pop(), self.sums, strict=True):
+            sums.append(episodes | {f"losses/{name}": value for name, value in losses.items()})
         total = self.world.reduce(sums, maxima=self.seconds)  # collective
         row = {"charts/episodes": int(total["episodes"])} | {name: total[name] for name in self.seconds}
         if total["episodes"]:
             row["charts/episodic_return"] = total["return"] / total["episodes"]
             row["charts/episodic_length"] = total["length"] / total["episodes"]
-        for names, count in self.counts.items():
-            row |= {f"losses/{x}": total[f"losses/{x}"] / count / self.world.num_shards for x in names}
+        for name, count in self.counts.items():
+            row[f"losses/{name}"] = total[f"losses/{name}"] / count / self.world.num_shards
         self._clear()
         return row
 
