@@ -22,14 +22,14 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
 5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign. Without it
    (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k steps; with it, none did.
-7. Logged losses are means over all minibatches of an iteration, not the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10; Box actions are clipped to their bounds on
-   the way to the simulator; Atari games have no sticky actions; a checkpoint truncates all running episodes.
+7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
+8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their bounds on the way to
+   the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint truncates all running episodes.
 9. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam, which is no difference at
    the paper's E_pi = E_V = 1. The value loss weighs half of the reference's (`--vf-coef 1` is the reference's).
 10. Gradient norms are clipped in both phases, and learning rates are annealed.
-11. The auxiliary phase shuffles single steps; the reference shuffles whole rollouts.
-12. Layers start orthogonal, as in PPO; the reference draws normal weights and scales each output's to one norm.
+11. Both phases shuffle single steps; the reference shuffles whole rollouts.
+12. Layers start orthogonal, as in PPO; the reference scales the weights of each output to one norm.
 13. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
 14. Phases and batches are small by default, for small problems; the paper's, for Procgen, are those of the suite
     `procgen` (benchmark/suites.py). There, a time limit is a truncation; the reference takes it for a termination.
@@ -518,7 +518,7 @@ def train(args: Args, run: Run) -> None:
         return agent.mode(acting.network(obs_moments.normalized(obs)))
 
     phase_returns = deque(maxlen=args.n_pi)
-    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")  # collective
+    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} steps")  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             rollouts = batches = phases = None  # frees their memory before `collect` takes as much again

@@ -17,9 +17,9 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
 5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign. Without it
    (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k steps; with it, none did.
-7. Logged losses are means over all minibatches of an iteration, not the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10; Box actions are clipped to their bounds on
-   the way to the simulator; Atari games have no sticky actions; a checkpoint truncates all running episodes.
+7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
+8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their bounds on the way to
+   the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ def train(args: Args, run: Run) -> None:
         """Greedy actions for evaluation."""
         return agent.mode(acting.network(obs_moments.normalized(obs)))
 
-    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} transitions")  # collective
+    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} steps")  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             rollouts = batches = None  # frees their memory before `collect` takes as much again

@@ -1,9 +1,9 @@
 """Draws the recorded curves of a suite, and prints the table of its results.
 
-    python -m benchmark.plot classic --readme README.md
+    python -m benchmark.plot classic --readme docs/results.md
     python -m benchmark.plot my_suite.py
 
-Reads `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and, where it is named, the README's table. Of a
+Reads `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and, where it is named, a page's table. Of a
 suite of your own, these are `runs/results` and `runs/figures`.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
 (arXiv:2108.13264); of two seeds that is no more than their range. A final return is the mean of a run's last three
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -371,7 +371,10 @@ def main(args: Args) -> None:
     if sets := aggregates(curves, suite):
         names.append("all")
         draw_aggregate(sets, suite, folder / "all.svg")
+    commits = Counter(str(about["commit"])[:7] for run in runs_of(suite) if (about := recorded(run, results)))
     text = table(curves, suite)
+    listed = ", ".join(f"{commit} ({n})" for commit, n in sorted(commits.items()))
+    text += f"\nCommits whose code recorded these curves (how many): {listed}.\n"
     print(text)
     print(f"drew {len(curves)} curves of {suite.name} in {folder}")
     if args.readme is not None:

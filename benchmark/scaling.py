@@ -75,7 +75,7 @@ def measure(args: Args) -> None:
 
 
 def draw(args: Args) -> None:
-    """The figure and the README's table, of what is recorded."""
+    """The figure and a page's table, of what is recorded."""
     speeds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     with open(args.results, newline="") as file:
         for row in csv.DictReader(file):

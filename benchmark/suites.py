@@ -45,6 +45,9 @@ DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-
 PROCGEN = "--network impala --total-timesteps 100000000 --eval-every 5000000 --checkpoint-every 8388608"
 PROCGEN += " --num-envs 256 --num-steps 256 --num-minibatches 8 --learning-rate 5e-4 --no-anneal-lr --adam-eps 1e-8"
 PROCGEN += " --gamma 0.999 --norm-adv batch --no-clip-vloss --vf-coef 1 --max-grad-norm inf --eval-episodes 100"
+# of the picture in README: checkpoints, since one of its runs is killed
+PROMISE = "--total-timesteps 300000 --eval-every 10000 --checkpoint-every 40960 --num-envs 16 --num-steps 256"
+PROMISE += " --num-minibatches 16 --learning-rate 3e-4 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
 # for a CPU: 200 easy levels, small batches, the network by size, a two-hundredth of the transitions
 EASY = "--env-kwargs '{\"num_levels\": 200}' --total-timesteps 500000 --eval-every 50000 --eval-episodes 50"
 EASY += " --checkpoint-every 32768 --num-envs 64 --num-steps 64 --num-minibatches 8 --learning-rate 5e-4 --gamma 0.999"
@@ -115,6 +118,10 @@ SUITES = {
         work("ppg_ddp.py", "Acrobot-v1", "--shards 2 --total-timesteps 200000 --eval-every 10000", ONE_AND_TWO),
         work("dqn_ddp.py", "CartPole-v1", f"--shards 2 {DQN_EXACT}", ONE_AND_TWO, "prioritized"),
         work("sac_ddp.py", "Pendulum-v1", "--shards 2 --total-timesteps 20000 --eval-every 1000", ONE_AND_TWO),
+    ],
+    "promise": [
+        work("ppo_ddp.py", "LunarLander-v3", flags, {1: (1,), 2: (1,), 4: (1,)}, variant)
+        for flags, variant in ((f"--shards 4 {PROMISE}", "shards"), (PROMISE, ""))
     ],
     "minatar": [
         work(script, env_id, flags, ONE_TO_THREE)

@@ -32,7 +32,7 @@ from runs import PATIENCE, ROOT, Run, finish, start
 PAUSES = {"brief": 0.5, "short": 1.0, "ppo": 1.0, "ppg": 0.6, "dqn": 2.0, "sac": 2.0}  # a row: two minutes alone
 CASES = CASES | {"brief": ("ppo_ddp.py", CASES["short"][1].replace("5120", "3072"))}  # for the default tests
 TIMEOUT = 15  # seconds, after which a hung node counts as lost
-ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}  # as README tells, and why
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}  # see docs/launching.md
 
 
 @dataclass

@@ -399,23 +399,27 @@ def test_an_interrupted_comparison_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("suite", [suite for suite in SUITES if (RESULTS / suite).exists()])
 def test_figures_and_table_are_what_the_data_say(suite, tmp_path, monkeypatch):
-    """Redrawn from the recorded curves: the committed figures byte by byte, and the README's table."""
+    """Redrawn from the recorded curves: the committed figures byte by byte, and the table in docs/results.md."""
     monkeypatch.chdir(ROOT)
-    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    page = tmp_path / "docs" / "results.md"
+    page.parent.mkdir()
+    shutil.copy(ROOT / "docs" / "results.md", page)
     folder = tmp_path / "benchmark" / "figures"
-    plot.main(plot.Args(suite, figures=folder, readme=tmp_path / "README.md"))
-    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+    plot.main(plot.Args(suite, figures=folder, readme=page))
+    assert page.read_text() == (ROOT / "docs" / "results.md").read_text()
     drawn = {path.name: path.read_bytes() for path in (folder / suite).iterdir()}
     kept = {path.name: path.read_bytes() for path in (ROOT / "benchmark" / "figures" / suite).iterdir()}
     assert drawn == kept and drawn
 
 
 def test_the_scaling_table_is_what_the_data_say(tmp_path, monkeypatch):
-    """Redrawn from the recorded speeds: the committed figure byte by byte, and the README's table."""
+    """Redrawn from the recorded speeds: the committed figure byte by byte, and the table in docs/results.md."""
     monkeypatch.chdir(ROOT)
-    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    page = tmp_path / "docs" / "results.md"
+    page.parent.mkdir()
+    shutil.copy(ROOT / "docs" / "results.md", page)
     figure = tmp_path / "benchmark" / "figures" / "scaling.svg"
-    scaling.draw(scaling.Args(results=RESULTS / "scaling.csv", figure=figure, readme=tmp_path / "README.md"))
-    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+    scaling.draw(scaling.Args(results=RESULTS / "scaling.csv", figure=figure, readme=page))
+    assert page.read_text() == (ROOT / "docs" / "results.md").read_text()
     drawn = figure.read_bytes()
     assert drawn == (ROOT / "benchmark" / "figures" / "scaling.svg").read_bytes()

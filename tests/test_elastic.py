@@ -174,16 +174,16 @@ def test_nodes_come_and_go(case, seed, tmp_path):
         assert elastic(case, 5, seed, tmp_path, names)
 
 
-def readme_block(first: str) -> str:
-    """The indented block of the README that has a line with `first`."""
-    blocks = re.findall(r"(?:^    .*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+def block_of(page: str, first: str) -> str:
+    """The indented block of a page that has a line with `first`."""
+    blocks = re.findall(r"(?:^    .*\n)+", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     (block,) = (block for block in blocks if first in block)
     return re.sub(r"^    ", "", block, flags=re.MULTILINE)
 
 
-def test_the_variables_that_the_readme_sets_are_those_of_the_tests():
+def test_the_variables_that_the_docs_set_are_those_of_the_tests():
     """What was tried is what is told."""
-    (line,) = (line for line in readme_block("--nnodes=1:2").splitlines() if line.startswith("export "))
+    (line,) = (line for line in block_of("launching.md", "--nnodes=1:2").splitlines() if line.startswith("export "))
     assert dict(word.split("=") for word in line.split()[1:]) == ELASTIC
 
 
@@ -198,17 +198,17 @@ if [ "$1" = requeue ]; then echo "$2" > "$FAKE/requeued"; kill $(cat "$FAKE/step
 
 
 @pytest.mark.slow
-def test_slurm_requeues_the_readmes_script(tmp_path):
+def test_slurm_requeues_the_script_of_the_docs(tmp_path):
     """The script as it stands, but for its sizes, with a fake srun and scontrol: ended before its time limit while both
     nodes train, then on one node to the end; the bytes are those of one process that nobody ended."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = "--num-steps 32 --total-timesteps 4096 --eval-every 0 --save-model"
-    script, run_dir = readme_block("scontrol requeue"), tmp_path / "run"
+    script, run_dir = block_of("resume.md", "scontrol requeue"), tmp_path / "run"
     sizes = {"--nproc_per_node=4": "--nproc_per_node=1", "29400": str(port), "--num-envs 64": f"--num-envs 8 {flags}"}
     sizes |= {"1000000": "512", "runs/a": str(run_dir), "ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py"}
-    script = edited("README.md", script, *sizes.items())
+    script = edited("docs/resume.md", script, *sizes.items())
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "script": script}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -109,18 +109,18 @@ def test_a_missing_model_on_two_processes_is_told(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def readme_program(script):
-    """The README's program that loads a model of a script; PPG's is PPO's with its name."""
+def program_of(script):
+    """The program of docs/models.md that loads a model of a script; PPG's is PPO's with its name."""
     if script == "ppg_ddp.py":
-        return edited("README.md", readme_program("ppo_ddp.py"), ("ppo_ddp", "ppg_ddp"))
-    blocks = re.findall(r"(?:^    .*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+        return edited("docs/models.md", program_of("ppo_ddp.py"), ("ppo_ddp", "ppg_ddp"))
+    blocks = re.findall(r"(?:^    .*\n)+", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     (block,) = (block for block in blocks if f"from {script.removesuffix('.py')} import" in block)
     assert block.count("\n") <= 10
     return re.sub(r"^    ", "", block, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("case", ["ppo continuous", "ppg", "dqn", "sac"])
-def test_the_readmes_programs_act_as_the_evaluation_did(case, tmp_path, monkeypatch):
+def test_the_programs_of_the_docs_act_as_the_evaluation_did(case, tmp_path, monkeypatch):
     """Each plays the evaluation's episodes to the evaluation's mean return."""
     if case == "ppg":
         script, own = "ppg_ddp.py", "--num-envs 4 --num-steps 32 --n-pi 2 --aux-epochs 1 --total-timesteps 1024"
@@ -130,10 +130,10 @@ def test_the_readmes_programs_act_as_the_evaluation_did(case, tmp_path, monkeypa
     (tmp_path / "runs").mkdir()
     done = run(script, 1, f"{own} {EVALS} --save-model", tmp_path / "runs" / "a", dtype="float32")
     monkeypatch.chdir(tmp_path)
-    program = readme_program(script)
+    program = program_of(script)
     if "continuous" in case:
         edits = ("= gym.make(", "= gym.wrappers.ClipAction(gym.make("), ('"env_id"])', '"env_id"]))')
-        program = edited("README.md", program, *edits)
+        program = edited("docs/models.md", program, *edits)
     names = {}
     exec(program, names)
     env, returns = names["env"], []

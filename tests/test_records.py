@@ -178,9 +178,9 @@ SUITE = [
 """
 
 
-def test_the_readmes_sweep_is_a_suite(tmp_path, capsys):
+def test_the_sweep_of_the_docs_is_a_suite(tmp_path, capsys):
     """Its commands, with those of three learning rates and five seeds, each of which goes on after a stop."""
-    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE)
     (block,) = (block for block in blocks if "from benchmark.suites import work" in block)
     (tmp_path / "my_suite.py").write_text(textwrap.dedent(block))
     runner.main(runner.Args(str(tmp_path / "my_suite.py"), dry_run=True))

@@ -1,0 +1,126 @@
+"""README and docs: their commands are accepted, the programs are run by other tests, and links lead somewhere."""
+
+import importlib
+import re
+import shlex
+import textwrap
+
+import pytest
+import tyro
+
+from common.run.arguments import parse
+from runs import ROOT, run
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py")
+MODULES = ("run", "plot", "compare", "speed", "scaling", "picture")  # of benchmark
+TOOLS = ("fuzz.py", "chaos.py", "faults.py", "elastic.py")
+SMALL = {  # what makes a command short; the last of a flag's values counts
+    "ppo_ddp.py": "--num-steps 8 --total-timesteps 512",
+    "ppg_ddp.py": "--num-steps 8 --n-pi 2 --total-timesteps 512",
+    "dqn_ddp.py": "--learning-starts 100 --total-timesteps 400",
+    "sac_ddp.py": "--learning-starts 100 --total-timesteps 200",
+}
+
+
+def commands() -> dict[str, list[str]]:
+    """Every command of ours in indented blocks and between backticks, by its text -> its words."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"(?:^ {4,}.*\n)+", text, re.MULTILINE)
+        lines = [line for block in blocks for line in re.sub(r"\\\n *", "", block).splitlines()]
+        lines += [" ".join(span.split()) for span in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
+        for line in lines:
+            words = shlex.split(line, comments=True) if re.match(r" *(\S*python|torchrun|srun torchrun) ", line) else []
+            if "--help" not in words and any(
+                word.endswith(".py") or word.startswith(("benchmark.", "common.")) for word in words
+            ):
+                found[shlex.join(words)] = words
+    return found
+
+
+COMMANDS = commands()
+
+
+def split(words: list[str]) -> tuple[str, list[str]]:
+    """The script or module of a command, and its flags."""
+    at = next(i for i, word in enumerate(words) if word.endswith(".py") or word.startswith(("benchmark.", "common.")))
+    return words[at], words[at + 1 :]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_docs_is_accepted(command):
+    """Its script is there, and its flags and values are valid; small words stand for what a user fills in."""
+    name, flags = split([word for word in COMMANDS[command] if word != "&"])
+    if name in SCRIPTS:
+        args = importlib.import_module(name.removesuffix(".py")).Args
+        flags = [word.replace("MODEL", "model.pt") for word in flags]
+        parse(args, flags)
+    elif name.startswith("benchmark."):
+        assert name.split(".")[1] in MODULES
+        module = importlib.import_module(name)
+        flags = ["HEAD" if word == "COMMIT" else word for word in flags]
+        tyro.cli(module.Args, args=flags)
+    elif name == "common.onefile":
+        assert (ROOT / flags[0]).exists()
+    else:
+        assert name.removeprefix("tests/") in TOOLS and (ROOT / name).exists()
+
+
+def test_the_docs_have_the_commands_of_every_kind():
+    names = {split(words)[0] for words in COMMANDS.values()}
+    assert names >= {*SCRIPTS, *(f"benchmark.{x}" for x in ("run", "plot", "compare", "speed")), "common.onefile"}
+    assert len(COMMANDS) > 30
+
+
+ELSEWHERE = ("HOST", "MODEL", "$head", "envpool/", "my_env", "--load-model", "ALE/")  # run by tests of their own
+RUNNABLE = [
+    text for text, words in COMMANDS.items() if split(words)[0] in SCRIPTS and not any(x in text for x in ELSEWHERE)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNNABLE)
+def test_every_command_of_the_docs_runs(command, tmp_path):
+    """Made short; the run learns, and ends with code 0."""
+    name, flags = split(COMMANDS[command])
+    processes = int((re.search(r"--nproc_per_node=(\d)", command) or [0, 1])[1])
+    flags = " ".join(word.replace(" ", "") for word in flags)
+    flags = re.sub(r"--run-dir \S+|--resume|--checkpoint-every \S+|--cuda-graphs", "", flags)
+    run(name, processes, f"{flags} {SMALL[name]}", tmp_path / "run")
+
+
+def anchors(page) -> set[str]:
+    """What links to a page's headings may name."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    """Files and headings, of README and docs."""
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_is_short_and_every_page_is_linked():
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") <= 120
+    for page in PAGES[1:]:
+        assert str(page.relative_to(ROOT)) in readme, page
+
+
+def test_the_environment_of_the_docs_trains(tmp_path, monkeypatch):
+    """The file my_env.py of docs/environments.md, as it stands."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs" / "environments.md").read_text(), re.MULTILINE)
+    (program,) = (block for block in blocks if 'gym.register("Target-v0"' in block)
+    (tmp_path / "my_env.py").write_text(textwrap.dedent(program))
+    monkeypatch.syspath_prepend(tmp_path)
+    run("ppo_ddp.py", 1, f"--env-id my_env:Target-v0 {SMALL['ppo_ddp.py']}", tmp_path / "run")
