@@ -242,12 +242,12 @@ class Batch(NamedTuple):
     actions: torch.Tensor  # (B,) or (B, d)
     logprobs: torch.Tensor  # (B,), and so all below
     values: torch.Tensor
-    advantages: torch.Tensor
     returns: torch.Tensor
+    advantages: torch.Tensor
 
     def take(self, inds: torch.Tensor, advantages: torch.Tensor) -> Batch:
         """The transitions of these indices (b,), with other advantages (b,)."""
-        return Batch(*(x[inds] for x in self[:4]), advantages, self.returns[inds])
+        return Batch(*(x[inds] for x in self[:-1]), advantages)
 
 
 class PPOLoss(nn.Module):
@@ -311,7 +311,7 @@ class Rollout(NamedTuple):
     obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
-    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start; their deviation scales rewards
+    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, if their deviation scales rewards
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
@@ -341,7 +341,7 @@ def learning_batch(
     old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
     advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
     advantages = run.tensor(advantages.ravel())
-    return Batch(obs, actions, logprobs, values, advantages, advantages + values)
+    return Batch(obs, actions, logprobs, values, advantages + values, advantages)
 
 
 def collect(
@@ -391,9 +391,9 @@ class Phase:
     """A policy phase of K steps of n environments; a transition's index is step * n + environment."""
 
     def __init__(
-        self, args: Args, run: Run, agent: Agent, obs: np.ndarray, returns: torch.Tensor, obs_moments: RunningMoments
+        self, args: Args, run: Run, agent: Agent, rollout: Rollout, returns: torch.Tensor, obs_moments: RunningMoments
     ) -> None:
-        self.obs = obs.reshape(-1, *obs.shape[2:])  # (K, n, *shape), a view; maybe more than a GPU holds
+        self.obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # a view; maybe more than a GPU holds
         self.returns = returns  # (K * n,)
         self.to_input = lambda x: run.tensor(obs_moments.normalized(x))
         with torch.no_grad():
@@ -437,10 +437,9 @@ def compute_gae(
     `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode (CleanRL's
     dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last observation's value.
     """
-    advantages, nonterminal = np.empty_like(values), 1.0 - dones
+    advantages, lastgaelam, nonterminal = np.empty_like(values), np.zeros_like(next_value), 1.0 - dones
     delta = rewards + gamma * np.concatenate([values[1:], next_value[None]]) * nonterminal - values
     decay = gamma * gae_lambda * nonterminal
-    lastgaelam = np.zeros_like(next_value)
     for t in range(len(rewards) - 1, -1, -1):
         advantages[t] = lastgaelam = delta[t] + decay[t] * lastgaelam
     return advantages
@@ -521,7 +520,7 @@ def train(args: Args, run: Run) -> None:
     run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} steps")  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
-            rollouts = batches = phases = None  # frees their memory before `collect` takes as much again
+            parts = rollouts = batches = phases = None  # frees their memory before `collect` takes as much again
             experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         rates = [run.number(fraction * rate) for rate in initial_rates]
@@ -549,10 +548,10 @@ def train(args: Args, run: Run) -> None:
                 minibatches = [x.take(mb[epoch, i], adv[epoch, i]) for x, mb, adv in parts]
                 stats = update(rates, minibatches)  # collective
                 run.means.add(stats)
-                kls.append(torch.stack([part["approx_kl"] for part in stats]))
+                kls.append([part["approx_kl"] for part in stats])
             if args.target_kl is not None:
-                kls = torch.stack(kls, 1).double().mean(-1).cpu().numpy()  # (this rank's shards, num_minibatches)
-                if world.gather_shards(kls).mean() > args.target_kl:  # collective
+                of_shards = [torch.stack(x).double().mean(-1).cpu().numpy() for x in zip(*kls, strict=True)]
+                if world.gather_shards(of_shards).mean() > args.target_kl:  # collective
                     break
         obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
         update_end = time.perf_counter()
@@ -562,8 +561,7 @@ def train(args: Args, run: Run) -> None:
         may_checkpoint = not args.aux_epochs or iteration % args.n_pi == 0  # not within a policy phase
         if args.aux_epochs and may_checkpoint:
             returns = [torch.cat(parts) for parts in zip(*phase_returns, strict=True)]  # by shard
-            obs = [x.phase_obs for x in rollouts]
-            phases = [Phase(args, run, agent, *x, obs_moments) for x in zip(obs, returns, strict=True)]
+            phases = [Phase(args, run, agent, *x, obs_moments) for x in zip(rollouts, returns, strict=True)]
             draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
             draws = draws[:, world.local_slice(args.num_envs)]
             aux_inds = [minibatch_inds(draws[:, part], args.num_aux_minibatches) for part in envs.shards]

@@ -205,12 +205,12 @@ class Batch(NamedTuple):
     actions: torch.Tensor  # (B,) or (B, d)
     logprobs: torch.Tensor  # (B,), and so all below
     values: torch.Tensor
-    advantages: torch.Tensor
     returns: torch.Tensor
+    advantages: torch.Tensor
 
     def take(self, inds: torch.Tensor, advantages: torch.Tensor) -> Batch:
         """The transitions of these indices (b,), with other advantages (b,)."""
-        return Batch(*(x[inds] for x in self[:4]), advantages, self.returns[inds])
+        return Batch(*(x[inds] for x in self[:-1]), advantages)
 
 
 class PPOLoss(nn.Module):
@@ -254,7 +254,7 @@ class Rollout(NamedTuple):
     obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
-    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start; their deviation scales rewards
+    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, if their deviation scales rewards
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
@@ -283,7 +283,7 @@ def learning_batch(
     old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
     advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
     advantages = run.tensor(advantages.ravel())
-    return Batch(obs, actions, logprobs, values, advantages, advantages + values)
+    return Batch(obs, actions, logprobs, values, advantages + values, advantages)
 
 
 def collect(
@@ -360,10 +360,9 @@ def compute_gae(
     `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode (CleanRL's
     dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last observation's value.
     """
-    advantages, nonterminal = np.empty_like(values), 1.0 - dones
+    advantages, lastgaelam, nonterminal = np.empty_like(values), np.zeros_like(next_value), 1.0 - dones
     delta = rewards + gamma * np.concatenate([values[1:], next_value[None]]) * nonterminal - values
     decay = gamma * gae_lambda * nonterminal
-    lastgaelam = np.zeros_like(next_value)
     for t in range(len(rewards) - 1, -1, -1):
         advantages[t] = lastgaelam = delta[t] + decay[t] * lastgaelam
     return advantages
@@ -418,8 +417,9 @@ def train(args: Args, run: Run) -> None:
     loss_fn = PPOLoss(agent, args)
     if args.compile:
         loss_fn.compile()
-    # DDP (collective) hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the agent
-    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True, static_graph=True) if world.uses_ddp else loss_fn
+    # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
     update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)
     acting = Acting(agent, world, envs.shards, run.logger.note, run.graphed(agent))
@@ -431,7 +431,7 @@ def train(args: Args, run: Run) -> None:
     run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} steps")  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
-            rollouts = batches = None  # frees their memory before `collect` takes as much again
+            parts = rollouts = batches = None  # frees their memory before `collect` takes as much again
             experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         rates = [run.number(fraction * rate) for rate in initial_rates]
@@ -458,10 +458,10 @@ def train(args: Args, run: Run) -> None:
                 minibatches = [x.take(mb[epoch, i], adv[epoch, i]) for x, mb, adv in parts]
                 stats = update(rates, minibatches)  # collective
                 run.means.add(stats)
-                kls.append(torch.stack([part["approx_kl"] for part in stats]))
+                kls.append([part["approx_kl"] for part in stats])
             if args.target_kl is not None:
-                kls = torch.stack(kls, 1).double().mean(-1).cpu().numpy()  # (this rank's shards, num_minibatches)
-                if world.gather_shards(kls).mean() > args.target_kl:  # collective
+                of_shards = [torch.stack(x).double().mean(-1).cpu().numpy() for x in zip(*kls, strict=True)]
+                if world.gather_shards(of_shards).mean() > args.target_kl:  # collective
                     break
         obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
         update_end = time.perf_counter()

@@ -1,6 +1,7 @@
 """Draws README's picture: what `--shards` promises, and what it looks like without.
 
     python -m benchmark.run promise --cores 4
+    python -m benchmark.plot promise --readme docs/results.md
     python -m benchmark.picture --record
     python -m benchmark.picture
 
@@ -17,16 +18,19 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import psutil
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark.plot import save
-from benchmark.run import Run, or_say_why, progress, record, runs_of
+from benchmark.run import RECORDED, Run, or_say_why, progress, record, runs_of
 from benchmark.suites import suite_of
 from common.errors import BadInput
 
@@ -52,21 +56,21 @@ def works() -> dict[tuple[str, int], Run]:
     return {(run.variant, run.world_size): run for run in runs_of(suite_of("promise"))}
 
 
-def rows_of(run: Run, results: Path) -> list[dict[str, str]]:
-    """The recorded rows of a run, without `time/`."""
-    path = results / run.suite / f"{run.name}.csv"
+def untimed(path: Path, columns: tuple[str, ...] = RECORDED) -> list[list[str]]:
+    """The rows of a csv file, of these columns, without `time/`. Raises `BadInput` where it is missing."""
     if not path.exists():
-        raise BadInput(f"--results {results}: {path.name} is not there; python -m benchmark.run promise --cores 4")
+        command = "benchmark.picture --record" if "killed" in path.name else "benchmark.run promise --cores 4"
+        raise BadInput(f"--results: {path} is not there; python -m {command}")
     with open(path, newline="") as file:
-        return [{n: x for n, x in row.items() if not n.startswith("time/")} for row in csv.DictReader(file)]
+        return [[row[x] for x in columns if not x.startswith("time/")] for row in csv.DictReader(file)]
 
 
 def record_killed(args: Args) -> None:
-    """Run, kill and go on; record the curve, and the step and the number of processes of each kill."""
+    """Run, kill and go on; record the curve, and the last row and the number of processes before each kill."""
     alone = works()["shards", 1]
-    run = replace(alone, variant="killed")
-    undisturbed, run_dir = rows_of(alone, args.results), run.folder(args.work)
-    total, chance, kills, start = int(undisturbed[-1]["global_step"]), random.Random(1), [], time.monotonic()
+    undisturbed = untimed(args.results / alone.suite / f"{alone.name}.csv")
+    run, total, chance, kills = replace(alone, variant="killed"), int(undisturbed[-1][0]), random.Random(1), []
+    run_dir, start = run.folder(args.work), time.monotonic()
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     at = sorted(chance.uniform(0.05, 0.95) for _ in range(KILLS))
@@ -75,18 +79,19 @@ def record_killed(args: Args) -> None:
         process = subprocess.Popen([sys.executable, *words[1:]], stdout=subprocess.DEVNULL)
         while process.poll() is None and (part is None or progress(run_dir) < part):
             time.sleep(0.05)
-        if part is None:
-            continue
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for member in family:
-            member.kill()
-        psutil.wait_procs(family)
-        process.wait()
-        kills.append((int((run_dir / "metrics.csv").read_text().splitlines()[-1].split(",")[0]), size))
-        print(f"killed {size} process(es) at {kills[-1][0]:,} of {total:,}", flush=True)
-    record(run, run_dir, args.results, time.monotonic() - start)
-    if rows_of(run, args.results) != undisturbed:
+        time.sleep(0 if part is None else chance.uniform(0, 2))
+        if (part is None) != (process.poll() is not None) or process.returncode:
+            raise BadInput(f"{run.name}: {size} process(es) ended with code {process.returncode}.")
+        if part is not None:
+            kills.append((int((run_dir / "metrics.csv").read_text().splitlines()[-1].split(",")[0]), size))
+            for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
+            print(f"killed {size} process(es) after row {kills[-1][0]:,} of {total:,}", flush=True)
+    if untimed(run_dir / "metrics.csv") != undisturbed:
         raise BadInput(f"{run.name}: not the rows of {alone.name}; python -m benchmark.compare tells where they part.")
+    record(run, run_dir, args.results, time.monotonic() - start)
     path = args.results / run.suite / f"{run.name}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kills": kills}, indent=2) + "\n")
     print(f"recorded {path}: the same rows as undisturbed")
@@ -98,12 +103,10 @@ def draw(args: Args) -> None:
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
     runs = works()
 
-    def plot(axis, run: Run, **style) -> tuple[list[float], list[float]]:
-        kept = [row for row in rows_of(run, args.results) if row["eval/episodic_return"]]
-        steps = [int(row["global_step"]) / 1000 for row in kept]
-        returns = [float(row["eval/episodic_return"]) for row in kept]
-        axis.plot(steps, returns, **style)
-        return steps, returns
+    def plot(axis: Axes, run: Run, **style: Any) -> None:
+        rows = untimed(args.results / run.suite / f"{run.name}.csv", ("global_step", "eval/episodic_return"))
+        points = [(int(step) / 1000, float(value)) for step, value in rows if value]
+        axis.plot(*zip(*points, strict=True), **style)
 
     for axis, variant in ((axes[0], "shards"), (axes[2], "")):
         for size in (4, 2, 1):  # the thinnest last
@@ -111,7 +114,7 @@ def draw(args: Args) -> None:
             name = f"{size} process{'es' if size > 1 else ''}"
             plot(axis, runs[variant, size], color=COLOURS[size], linewidth=width, label=name)
     killed = replace(runs["shards", 1], variant="killed")
-    steps, returns = plot(axes[1], killed, color=COLOURS[1], linewidth=1.5)
+    plot(axes[1], killed, color=COLOURS[1], linewidth=1.5)
     for step, size in json.loads((args.results / "promise" / f"{killed.name}.json").read_text())["kills"]:
         axes[1].axvline(step / 1000, color=COLOURS[size], linewidth=1.5, linestyle="--")
     axes[1].plot([], [], color="grey", linestyle="--", label="killed (colour: processes)")

@@ -45,9 +45,6 @@ DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-
 PROCGEN = "--network impala --total-timesteps 100000000 --eval-every 5000000 --checkpoint-every 8388608"
 PROCGEN += " --num-envs 256 --num-steps 256 --num-minibatches 8 --learning-rate 5e-4 --no-anneal-lr --adam-eps 1e-8"
 PROCGEN += " --gamma 0.999 --norm-adv batch --no-clip-vloss --vf-coef 1 --max-grad-norm inf --eval-episodes 100"
-# of the picture in README: checkpoints, since one of its runs is killed
-PROMISE = "--total-timesteps 300000 --eval-every 10000 --checkpoint-every 40960 --num-envs 16 --num-steps 256"
-PROMISE += " --num-minibatches 16 --learning-rate 3e-4 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
 # for a CPU: 200 easy levels, small batches, the network by size, a two-hundredth of the transitions
 EASY = "--env-kwargs '{\"num_levels\": 200}' --total-timesteps 500000 --eval-every 50000 --eval-episodes 50"
 EASY += " --checkpoint-every 32768 --num-envs 64 --num-steps 64 --num-minibatches 8 --learning-rate 5e-4 --gamma 0.999"
@@ -56,6 +53,9 @@ PPO_EASY = f"{EASY} --update-epochs 3"
 PPG_EASY = f"{EASY} --update-epochs 1 --n-pi 8 --aux-epochs 6 --num-aux-minibatches 32"
 PPO_PROCGEN = f"{PROCGEN} --update-epochs 3"
 PPG_PROCGEN = f"{PROCGEN} --update-epochs 1 --n-pi 32 --aux-epochs 6 --num-aux-minibatches 512"
+# of the picture in README: checkpoints, since one of its runs is killed
+PROMISE = "--total-timesteps 300000 --eval-every 10000 --checkpoint-every 40960 --num-envs 16 --num-steps 256"
+PROMISE += " --num-minibatches 16 --learning-rate 3e-4 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
 
 
 def work(

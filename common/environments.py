@@ -100,7 +100,7 @@ class Environments(VectorWrapper):
         self.atari, self.repeats_first = is_atari(family, envs), family == "envpool"
         self.stack = space.shape[0] if self.ale else getattr(envs, "stack", 1)
         self.float_obs = np.issubdtype(space.dtype, np.floating)
-        self.first_action = getattr(envs.single_action_space, "start", None)  # of a Discrete space
+        self.first_action = getattr(envs.single_action_space, "start", None)  # of a Discrete space; None of a Box
         if channels_last:
             low, high = self._channels_first(space.low), self._channels_first(space.high)
             self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)

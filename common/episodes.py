@@ -1,4 +1,4 @@
-"""Evaluations, and a row of the episodes that ended while learning: the same at every world size."""
+"""Evaluations: the same at every world size."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def explained_variance(parts: list[tuple[torch.Tensor, torch.Tensor]], world: Wo
     for advantages, values in parts:
         residuals, values = advantages.double().cpu().numpy(), values.double().cpu().numpy()
         returns = values + residuals
-        sums.append([len(returns), residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
+        sums.append([returns.size, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
     count, *moments = world.gather_shards(sums).sum(0)  # collective
     residual, target = (square - total**2 / count for total, square in np.reshape(moments, (2, 2)))
     return {"losses/explained_variance": 1 - residual / target} if target > 0 else {}

@@ -22,6 +22,7 @@ LOSS = "        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v
 TERM = "        activity = (features**2).mean()\n"
 TERM += LOSS.replace("\n", " + 0.01 * activity\n")
 ANNEAL = LOSS.replace("args.ent_coef", "self.ent_coef")
+MADE = "    loss_fn = PPOLoss(agent, args)\n"
 SET = "        rollout_start = time.perf_counter()\n"
 
 CHANGES = {
@@ -38,7 +39,8 @@ CHANGES = {
     "a scheduled coefficient": (
         "ppo",
         (LOSS, ANNEAL),
-        (SET, f"        loss_fn.ent_coef = args.ent_coef * fraction\n{SET}"),
+        (MADE, f"{MADE}    loss_fn.ent_coef = torch.tensor(args.ent_coef, device=run.device)\n"),
+        (SET, f"        loss_fn.ent_coef.fill_(args.ent_coef * fraction)\n{SET}"),
     ),
     "a loss term and its metric": (
         "ppo",

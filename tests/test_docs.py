@@ -18,10 +18,14 @@ MODULES = ("run", "plot", "compare", "speed", "scaling", "picture")  # of benchm
 TOOLS = ("fuzz.py", "chaos.py", "faults.py", "elastic.py")
 SMALL = {  # what makes a command short; the last of a flag's values counts
     "ppo_ddp.py": "--num-steps 8 --total-timesteps 512",
-    "ppg_ddp.py": "--num-steps 8 --n-pi 2 --total-timesteps 512",
+    "ppg_ddp.py": "--num-steps 8 --n-pi 2 --total-timesteps 1024",
     "dqn_ddp.py": "--learning-starts 100 --total-timesteps 400",
     "sac_ddp.py": "--learning-starts 100 --total-timesteps 200",
 }
+
+
+def is_ours(word: str) -> bool:
+    return word.endswith(".py") or word.startswith(("benchmark.", "common."))
 
 
 def commands() -> dict[str, list[str]]:
@@ -30,14 +34,13 @@ def commands() -> dict[str, list[str]]:
     for page in PAGES:
         text = page.read_text()
         blocks = re.findall(r"(?:^ {4,}.*\n)+", text, re.MULTILINE)
-        lines = [line for block in blocks for line in re.sub(r"\\\n *", "", block).splitlines()]
+        lines = [re.sub(r"\\\n *", "", block).replace("&&", "\n") for block in blocks]
         lines += [" ".join(span.split()) for span in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
-        for line in lines:
-            words = shlex.split(line, comments=True) if re.match(r" *(\S*python|torchrun|srun torchrun) ", line) else []
-            if "--help" not in words and any(
-                word.endswith(".py") or word.startswith(("benchmark.", "common.")) for word in words
-            ):
-                found[shlex.join(words)] = words
+        for line in "\n".join(lines).splitlines():
+            if re.match(r" *(\S*python|\S*torchrun|srun torchrun) ", line) and "--help" not in line:
+                words = shlex.split(line, comments=True)
+                if any(map(is_ours, words)):
+                    found[shlex.join(words)] = words
     return found
 
 
@@ -46,7 +49,7 @@ COMMANDS = commands()
 
 def split(words: list[str]) -> tuple[str, list[str]]:
     """The script or module of a command, and its flags."""
-    at = next(i for i, word in enumerate(words) if word.endswith(".py") or word.startswith(("benchmark.", "common.")))
+    at = next(i for i, word in enumerate(words) if is_ours(word))
     return words[at], words[at + 1 :]
 
 

@@ -211,9 +211,10 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     ],
     "main": [],
     "train": [
-        "ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True, static_graph=True) if world.uses_ddp else loss_fn",
+        "ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn",
         "if run.boundary(iteration * batch_size, act):",
-        "rollouts = batches = None",
+        "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
+        "parts = rollouts = batches = None",
     ],
 }
 

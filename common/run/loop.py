@@ -62,9 +62,8 @@ class Means:
         self.waiting: list[list[dict[str, torch.Tensor]]] = []  # what is not yet in the sums
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
-        """Add what a loss returned for each shard here, by name: means, or tensors of one number for each sample.
-
-        The mean over shards of the first must be the batch's. The second need parts of one size.
+        """Add what a loss returned for each shard here, by name: means, whose mean over shards must be the batch's, or
+        tensors (b,) of numbers for each sample, where b is the same for all shards and updates.
         """
         self.waiting.append(stats)
         if len(self.waiting) == 64:  # more tensors, kept until the row, would fragment the memory of batches
