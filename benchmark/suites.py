@@ -53,9 +53,9 @@ PPO_EASY = f"{EASY} --update-epochs 3"
 PPG_EASY = f"{EASY} --update-epochs 1 --n-pi 8 --aux-epochs 6 --num-aux-minibatches 32"
 PPO_PROCGEN = f"{PROCGEN} --update-epochs 3"
 PPG_PROCGEN = f"{PROCGEN} --update-epochs 1 --n-pi 32 --aux-epochs 6 --num-aux-minibatches 512"
-# of the picture in README: checkpoints, since one of its runs is killed
-PROMISE = "--total-timesteps 300000 --eval-every 10000 --checkpoint-every 40960 --num-envs 16 --num-steps 256"
-PROMISE += " --num-minibatches 16 --learning-rate 3e-4 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
+# of the picture in README
+PROMISE = "--total-timesteps 500000 --eval-every 16384 --num-envs 16 --num-steps 1024 --num-minibatches 64"
+PROMISE += " --learning-rate 3e-4 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
 
 
 def work(
@@ -121,7 +121,7 @@ SUITES = {
     ],
     "promise": [
         work("ppo_ddp.py", "LunarLander-v3", flags, {1: (1,), 2: (1,), 4: (1,)}, variant)
-        for flags, variant in ((f"--shards 4 {PROMISE}", "shards"), (PROMISE, ""))
+        for flags, variant in ((f"--shards 4 --checkpoint-every 65536 {PROMISE}", "shards"), (PROMISE, ""))
     ],
     "minatar": [
         work(script, env_id, flags, ONE_TO_THREE)

@@ -63,7 +63,7 @@ class Means:
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
         """Add what a loss returned for each shard here, by name: means, whose mean over shards must be the batch's, or
-        tensors (b,) of numbers for each sample, where b is the same for all shards and updates.
+        tensors of numbers for each sample, of the same shape for all shards and updates.
         """
         self.waiting.append(stats)
         if len(self.waiting) == 64:  # more tensors, kept until the row, would fragment the memory of batches
@@ -75,8 +75,8 @@ class Means:
             stats = [x for x in self.waiting if name in x[0]]
             self.counts[name] += len(stats)
             for sums, parts in zip(self.sums, zip(*stats, strict=True), strict=True):
-                values = torch.stack([part[name] for part in parts]).double()  # (k,) or (k, b)
-                for value in (values if values.ndim == 1 else values.mean(-1)).tolist():
+                values = torch.stack([part[name] for part in parts]).double().reshape(len(parts), -1)
+                for value in values.mean(-1).tolist():
                     sums[name] += value
         self.waiting = []
 
