@@ -169,7 +169,7 @@ def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
     """The command line, or `words`, as an instance of `args`. Raises `BadInput` where a switch is given a value."""
     words = sys.argv[1:] if words is None else words
     switches = {flag(field.name) for field in dataclasses.fields(args) if field.type in (bool, "bool")}
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for word, following in pairwise([*words, "-"]):
         name, joined, value = word.partition("=")
         switch = name.replace("_", "-").replace("--no-", "--")
         if switch in switches and (joined or not following.startswith("-")):
