@@ -119,11 +119,12 @@ def draw(args: Args) -> None:
         axes[1].axvline(step / 1000, color=COLOURS[size], linewidth=1.5, linestyle="--")
     axes[1].plot([], [], color="grey", linestyle="--", label="killed (colour: processes)")
     axes[0].set(title="--shards 4: three runs, the same bytes", ylabel="return of evaluations")
+    axes[0].set(ylim=(-250, 50))  # of all three; first evaluations are below
     axes[1].set(title="the same, killed and resumed", xlabel="environment transitions (thousands)")
-    axes[2].set(title="without --shards: the same to rounding")
+    axes[2].set(title="without --shards: roundings part them")
     for axis in axes:
         axis.grid(alpha=0.3, linewidth=0.5)
-        axis.legend(loc="lower right", frameon=False, fontsize=8)
+        axis.legend(loc="lower right", framealpha=1.0, edgecolor="none", fontsize=8)
     save(figure, args.figure)
     print(f"drew {args.figure}")
 
