@@ -43,8 +43,8 @@ SAC = "--num-envs 4 --batch-size 64 --total-timesteps 800 --learning-starts 540 
 SAC += " --checkpoint-every 150 --eval-every 0"
 PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
 CASES = {
-    "ppo": ("ppo_ddp.py", f"{PPO} --norm-obs --shards 4", [(1, "kill@0@9"), (2, "write@0@4"), (4, None)]),
-    "ppo, one process": ("ppo_ddp.py", PPO, [(1, "kill@0@9"), (1, None)]),
+    "ppo": ("ppo_ddp.py", f"{PPO} --norm-obs --shards 4", [(1, "kill@0@12"), (2, "write@0@4"), (4, None)]),
+    "ppo, one process": ("ppo_ddp.py", PPO, [(1, "kill@0@12"), (1, None)]),
     "ppo, two processes": ("ppo_ddp.py", PPO, [(2, "write@0@3"), (2, None)]),
     "ppg": (
         "ppg_ddp.py",

@@ -79,7 +79,7 @@ TRACKED = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --checkpoint-every
 def test_wandb_offline_goes_on_as_the_same_run(tmp_path):
     """Killed and continued offline: the same id in a second folder, which holds all rows of metrics.csv once."""
     flags = f"{TRACKED} --run-dir {tmp_path / 'run'}"
-    env = {"LOCKSTEP_FAULT": "kill@0@27"}
+    env = {"LOCKSTEP_FAULT": "kill@0@33"}
     killed = finish(start("ppo_ddp.py", 1, flags, launched=True, cwd=tmp_path, **env), tmp_path / "run")
     assert killed.code == -9, killed.err
     done = finish(start("ppo_ddp.py", 1, flags, cwd=tmp_path), tmp_path / "run")
@@ -138,7 +138,7 @@ def test_wandb_is_sent_what_it_lacks(there, tmp_path):
     (tmp_path / "wandb.py").write_text(STUB)
     flags, sent = f"{TRACKED} --run-dir {tmp_path / 'run'}", tmp_path / "sent"
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(sent)}
-    fault = {"LOCKSTEP_FAULT": "kill@0@27", "THERE": "0"}
+    fault = {"LOCKSTEP_FAULT": "kill@0@33", "THERE": "0"}
     assert finish(start("ppo_ddp.py", 1, flags, launched=True, **fault, **env), tmp_path / "run").code == -9
     assert [json.loads(line)[0] for line in sent.read_text().splitlines()] == [None, *range(8)]
     sent.unlink()

@@ -66,7 +66,7 @@ class Means:
         tensors of numbers for each sample, of the same shape for all shards and updates.
         """
         self.waiting.append(stats)
-        if len(self.waiting) == 64:  # more tensors, kept until the row, would fragment the memory of batches
+        if len(self.waiting) == 16:  # more tensors, kept until the row, would fragment the memory of batches
             self._sum()
 
     def _sum(self) -> None:
