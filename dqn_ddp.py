@@ -288,7 +288,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """Greedy actions for evaluation."""
         return acting.network(obs).argmax(-1)
 
-    run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")  # collective
+    schedules = {"per_beta": args.prioritized, "exploration_fraction": args.exploration_fraction}
+    run.begin(act, budget, schedules)  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             experience = collect(args, run, rb, acting, generator)

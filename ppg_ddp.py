@@ -517,7 +517,7 @@ def train(args: Args, run: Run) -> None:
         return agent.mode(acting.network(obs_moments.normalized(obs)))
 
     phase_returns = deque(maxlen=args.n_pi)
-    run.begin(act, num_iterations * batch_size, f"{num_iterations} iterations of {batch_size} steps")  # collective
+    run.begin(act, num_iterations * batch_size, {"anneal_lr": args.anneal_lr})  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             parts = rollouts = batches = phases = None  # frees their memory before `collect` takes as much again

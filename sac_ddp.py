@@ -334,7 +334,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """The actions of the means, for evaluation."""
         return acting.network(obs, np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype))
 
-    run.begin(act, budget, f"{budget} transitions by {args.num_envs} environments")  # collective
+    run.begin(act, budget, {"per_beta": args.prioritized})  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
             experience = collect(args, run, rb, actor, acting, generator)

@@ -247,9 +247,9 @@ def write_slowly(run_dir) -> None:
     logger = SimpleNamespace(enabled=world.rank == 0, record=record, state_dict=dict, load_state_dict=len, **facts)
     with world.process_group(200.0), world.watchdog.watching(args.timeout):  # to meet may take longer
         replay = Slow(world.rank)
-        Checkpoints(args, world, logger, {}, replay).write(512)
+        Checkpoints(args, world, logger, {}, replay, {}).write(512)
         logger.resumed = True
-        assert Checkpoints(args, world, logger, {}, replay).global_step == 512
+        assert Checkpoints(args, world, logger, {}, replay, {}).global_step == 512
         assert all((array == i).all() for i, array in enumerate(replay.arrays))
     end_now(0)
 
@@ -353,6 +353,52 @@ def test_a_finished_run_says_so(interrupted, tmp_path, capfd):
         continued(ppo_ddp, run_dir, resume=False)
 
 
+def test_a_finished_run_is_lengthened_to_the_bytes_of_a_longer_one(tmp_path, capfd):
+    """Where no schedule depends on the budget; with checkpoints, and without any that is whole."""
+    continued(ppo_ddp, tmp_path / "long", anneal_lr=False, total_timesteps=144, save_model=True)
+    whole, model = rows(tmp_path / "long"), torch.load(tmp_path / "long" / "model.pt", weights_only=True)
+    for name in ("on", "anew"):
+        run_dir = tmp_path / name
+        continued(ppo_ddp, run_dir, anneal_lr=False)
+        if name == "anew":
+            shutil.rmtree(run_dir / "checkpoints")
+        capfd.readouterr()
+        continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=144, save_model=True)
+        said = "longer than it was to be: total_timesteps 144, before 80"
+        assert (said in capfd.readouterr().out) == (name == "on")
+        assert rows(run_dir) == whole
+        longer = dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
+        assert all(x.equal(longer[key]) for key, x in flat(model))
+        assert json.loads((run_dir / "config.json").read_text())["args"]["total_timesteps"] == 144
+        with pytest.raises(SystemExit):
+            continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=144)
+        with pytest.raises(BadInput, match="^--total-timesteps 80: must be 144 to go on with"):
+            continued(ppo_ddp, run_dir, anneal_lr=False)
+
+
+@pytest.mark.parametrize(
+    "module, flags, longer, said",
+    [
+        (ppo_ddp, {}, 96, "80 to go on with .*64, because --anneal-lr changes until transition 96"),
+        (dqn_ddp, {}, 400, "200 to go on with .*150, because --per-beta changes until transition 400"),
+        (dqn_ddp, {"prioritized": False}, 400, ".*, because --exploration-fraction changes until transition 200"),
+        (dqn_ddp, {"prioritized": False, "exploration_fraction": 0.375}, 400, None),
+    ],
+)
+def test_a_schedule_that_would_change_is_named(module, flags, longer, said, tmp_path):
+    """And nothing is touched; past it, the run goes on."""
+    run_dir = tmp_path / "run"
+    continued(module, run_dir, **flags)
+    before = sorted((x, x.read_bytes()) for x in run_dir.rglob("*") if x.is_file())
+    if said is None:
+        continued(module, run_dir, **flags, total_timesteps=longer)
+        assert rows(run_dir)[-1]["global_step"] == str(longer)
+        return
+    with pytest.raises(BadInput, match=f"^--total-timesteps {longer}: must be {said}"):
+        continued(module, run_dir, **flags, total_timesteps=longer)
+    assert before == sorted((x, x.read_bytes()) for x in run_dir.rglob("*") if x.is_file()), "it was touched"
+
+
 def test_a_run_without_a_checkpoint_begins_again(tmp_path, capfd):
     """Killed before its first, at any file that it then has."""
     for number, names in enumerate([[], ["metrics.csv"], ["config.json"], ["metrics.csv", "config.json"]]):
@@ -403,7 +449,7 @@ def test_a_directory_that_another_node_does_not_see_is_refused(tmp_path):
     logger = SimpleNamespace(enabled=True, resumed=False, finished=False, dir=tmp_path)
     args = ppo_ddp.Args(checkpoint_every=512)
     with pytest.raises(BadInput, match="^--run-dir .*: is not there for all ranks; checkpoints need a shared file"):
-        Checkpoints(args, TwoNodes(), logger, {})
+        Checkpoints(args, TwoNodes(), logger, {}, None, {})
 
 
 def test_checkpoints_that_cannot_be_written_cost_nothing_else(tmp_path, capfd):

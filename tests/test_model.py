@@ -13,6 +13,7 @@ import ppo_ddp
 import sac_ddp
 from common.environments import EVALUATION, environment_seeds
 from common.errors import BadInput
+from common.run.arguments import parse
 from runs import ROOT, edited, flat, run
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
@@ -39,10 +40,13 @@ def model_of(folder, case, size, flags="--shards 2"):
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x == "ppo" else []) for x in CASES])
 def test_a_model_is_evaluated_as_it_was_at_its_end(case, tmp_path):
-    """Trained on two processes, evaluated on one, to the bit; then trained on: its first row is that evaluation too."""
+    """Trained on two processes, evaluated on one, to the bit, as it was trained: on the same environment, with the same
+    networks and normalisers. Then trained on: its first row is that evaluation too.
+    """
     first, (script, own) = model_of(tmp_path, case, 2), CASES[case]
-    flags = f"{own} {EVALS} --shards 2 --load-model {first.dir / 'model.pt'}"
+    flags = f"{EVALS} --shards 2 --load-model {first.dir / 'model.pt'}"
     alone = run(script, 1, f"{flags} --total-timesteps 0", tmp_path / "alone", dtype="float32")
+    flags = f"{own} {flags}"
     (row,) = alone.rows
     last = {name: cell for name, cell in first.rows[-1].items() if name.startswith("eval/")}
     assert row["global_step"] == "0" and last["eval/episodic_return"] and last.items() <= row.items()
@@ -55,17 +59,34 @@ def test_a_model_is_evaluated_as_it_was_at_its_end(case, tmp_path):
 
 
 def test_only_the_first_start_loads(tmp_path):
-    """A run that goes on needs the file no more, and ends in the bytes of one that was not killed."""
+    """A run that goes on needs the file no more, nor for its flags, and ends in the bytes of one without a kill."""
     path = tmp_path / "model.pt"
     model_of(tmp_path, "ppo", 1).dir.joinpath("model.pt").rename(path)
-    flags = f"{CASES['ppo'][1]} {EVALS} --load-model {path} --checkpoint-every 512 --save-model"
+    flags = f"{EVALS} --load-model {path} --checkpoint-every 512 --save-model"
+    flags = f"{CASES['ppo'][1].removesuffix(' --norm-obs')} {flags}"
     calm = run("ppo_ddp.py", 1, flags, tmp_path / "calm", dtype="float32")
     killed = {"LOCKSTEP_FAULT": "kill@0@24", "code": -9}
     run("ppo_ddp.py", 1, f"{flags} --resume", tmp_path / "killed", dtype="float32", **killed)
     path.unlink()
     again = run("ppo_ddp.py", 1, f"{flags} --resume", tmp_path / "killed", dtype="float32")
+    assert again.model["args"]["norm_obs"]
     assert "going on from" in again.out and again.rows == calm.rows
     assert all(x.equal(dict(flat(calm.model))[name]) for name, x in flat(again.model))
+
+
+def test_a_models_flags_are_defaults(tmp_path):
+    """What is given counts; the simulator's options are those of the model's environment only."""
+    options = {"env_id": "MinAtar/Breakout-v1", "env_kwargs": '{"difficulty_ramping": false}', "norm_obs": True}
+    torch.save({"args": options | {"network": "impala", "gamma": 0.5, "dueling": True}}, tmp_path / "model.pt")
+    words = ["--load-model", str(tmp_path / "model.pt")]
+    taken = parse(ppo_ddp.Args, words)
+    assert taken == ppo_ddp.Args(**options, network="impala", load_model=words[1])
+    assert parse(ppo_ddp.Args, [f"--load-model={words[1]}", "--env-id", options["env_id"]]) == taken
+    assert parse(dqn_ddp.Args, [f"--load_model={words[1]}"]).dueling
+    own = parse(ppo_ddp.Args, [*words, "--env-id", "Acrobot-v1", "--no-norm-obs", "--network", "auto"])
+    assert own == ppo_ddp.Args(env_id="Acrobot-v1", load_model=words[1])
+    with pytest.raises(BadInput, match="^--load-model nothing.pt: cannot be read"):
+        parse(ppo_ddp.Args, ["--load-model", "nothing.pt"])
 
 
 def refusal(script, tmp_path, **settings):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
+import math
 import secrets
 import shutil
 import time
@@ -25,8 +25,8 @@ import torch
 
 from common.distributed import World
 from common.errors import BadInput, Fault, flag, require
-from common.run.arguments import RunArgs
-from common.run.files import CHUNK, digest_of, flush_names, size_and_digest, write_flushed, write_whole
+from common.run.arguments import OF_MODEL, RunArgs
+from common.run.files import CHUNK, digest_of, flush_names, read_model, size_and_digest, write_flushed, write_whole
 from common.run.logger import Logger, for_model
 from common.run.record import MACHINE, machine, require_same_run
 from common.state import leaves, restore, state_of
@@ -38,15 +38,17 @@ class Checkpoints:
     """Writes checkpoints and keeps the newest two; with --resume, reads the newest whole one at once.
 
     `state`: modules, optimisers, generators, tensors and what has `state_dict`, equal on all ranks; `replay`: a
-    `ReplayBuffer`, of which each rank has its part. Every rank makes one, inside the process group. Attributes:
-    `global_step` and `number` (1, 2, ...) of the last checkpoint, 0 before the first. Raises `BadInput`, naming the
-    flag, where the run cannot go on, and `SystemExit` with code 0 where it is finished.
+    `ReplayBuffer`, of which each rank has its part; `ends`: by flag, the step at which a schedule ends. Every rank
+    makes one, inside the process group. Attributes: `global_step` and `number` (1, 2, ...) of the last checkpoint, 0
+    before the first. Raises `BadInput`, naming the flag, where the run cannot go on, and `SystemExit` with code 0 where
+    it is finished.
     """
 
     def __init__(
-        self, args: RunArgs, world: World, logger: Logger, state: Mapping[str, Any], replay: Any = None
+        self, args: RunArgs, world: World, logger: Logger, state: Mapping[str, Any], replay: Any, ends: dict[str, float]
     ) -> None:
         self.every, self.world, self.logger, self.replay = args.checkpoint_every, world, logger, replay
+        self.total_timesteps, self.ends = args.total_timesteps, ends
         self.state = {**state, "logger": logger, "torch": torch.default_generator}
         if replay is not None:
             self.state["replay"] = replay
@@ -145,7 +147,11 @@ class Checkpoints:
     def _read(self, manifest: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.global_step, self.number = manifest["global_step"], manifest["number"]
-        folder = self.dir / str(self.global_step)
+        folder, budget = self.dir / str(self.global_step), manifest["record"]["args"]["total_timesteps"]
+        for name, end in self.ends.items():
+            needed = f"{budget} to go on with {folder}, because {flag(name)} changes until transition {math.ceil(end)}"
+            passed = self.total_timesteps == budget or end <= self.global_step
+            require(passed, "--total-timesteps", self.total_timesteps, needed)
         self.newest = [folder.name]
         saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         for name, value in self.state.items():
@@ -160,7 +166,10 @@ class Checkpoints:
             before, now = machine(manifest["record"]), machine(self.logger.record)
             changes = [f"{name} {x}, before {before.get(name)}" for name, x in now.items() if x != before.get(name)]
             if changes:
-                self.logger.continued(self.global_step, changes)
+                self.logger.continued(self.global_step, "no longer the same bytes as without a stop", changes)
+            if self.total_timesteps != budget:
+                budgets = f"total_timesteps {self.total_timesteps}, before {budget}"
+                self.logger.continued(self.global_step, "longer than it was to be", [budgets])
 
     def write(self, global_step: int) -> None:
         """Write a checkpoint, after which all environments are to start anew; where it fails, say so and go on.
@@ -237,7 +246,7 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
     state = {name: x for name, x in for_model(state).items() if not isinstance(x, torch.Tensor) or x.requires_grad}
     nests = {name: state_of(x) for name, x in state.items()}, {name: model.get(name) for name in state}
     needed, found = ({name: x for name, x in leaves(nest) if isinstance(x, torch.Tensor)} for nest in nests)
-    of_both = [(name, model["args"].get(name, "{}"), getattr(args, name)) for name in ("env_id", "env_kwargs")]
+    of_both = [(x, model["args"][x], getattr(args, x)) for x in OF_MODEL if x in model["args"] and hasattr(args, x)]
     changed = [f"{flag(name)} is {now}, and {before} there; " for name, before, now in of_both if now != before]
     for name in needed | found:
         there, here = (f"of {tuple(x[name].shape)}" if name in x else "missing" for x in (found, needed))
@@ -250,18 +259,6 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
         checkpoints.logger.note(f"{path}: {change}its networks fit")
     for name, value in state.items():
         restore(value, model[name])
-
-
-def read_model(path: str) -> dict[str, Any]:
-    """The content of a model.pt. Raises `BadInput` (--load-model) where it is none."""
-    model, reason = None, "no model.pt"
-    try:
-        model = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
-        reason = getattr(error, "strerror", None) or reason
-    if not isinstance(model, dict) or "args" not in model:
-        raise BadInput(f"--load-model {path}: cannot be read ({reason}).")
-    return model
 
 
 def from_rank_0(world: World, read: Callable[[], Any]) -> Any:

@@ -7,11 +7,14 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import torch
 
 from common.errors import BadInput, Fault
 
@@ -92,3 +95,15 @@ def locked(folder: Path) -> int:
         except OSError:  # no locks
             return descriptor
         os.close(descriptor)
+
+
+def read_model(path: str) -> dict[str, Any]:
+    """The content of a model.pt. Raises `BadInput` (--load-model) where it is none."""
+    model, reason = None, "no model.pt"
+    try:
+        model = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
+        reason = getattr(error, "strerror", None) or reason
+    if not isinstance(model, dict) or "args" not in model:
+        raise BadInput(f"--load-model {path}: cannot be read ({reason}).")
+    return model

@@ -77,7 +77,7 @@ class Logger:
             fault = "holds a run already; name a new directory, or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: {fault}.")
         self.resumed = args.resume and "config.json" in self.present
-        self.finished = self.resumed and "finished" in self.present
+        self.finished = False
         opened.push(self._end)
         sources, self.changes = source_record(Path(file))
         environment = environment_record(world) | sources
@@ -88,6 +88,8 @@ class Logger:
             except ValueError as error:
                 raise BadInput(f"--run-dir {self.dir}: its config.json is damaged; name another.") from error
             require_same_run(self.dir, self.config, self.record)
+            longer = self.config["args"]["total_timesteps"] < args.total_timesteps
+            self.finished = "finished" in self.present and not longer
         else:
             self.begin()
         if args.tensorboard and not self.finished:
@@ -121,14 +123,16 @@ class Logger:
         self._write_config(self.record, "changes.diff")
         self.load_state_dict({"metrics": ",".join(self.columns) + "\n", "wall": 0.0, "evaluated": 0.0})
 
-    def continued(self, global_step: int, changes: list[str]) -> None:
+    def continued(self, global_step: int, meaning: str, changes: list[str]) -> None:
         """Say what is not as it was before a checkpoint, and add it to config.json; changed sources have a file."""
-        self.note(f"no longer the same bytes as without a stop: {'; '.join(changes)}")
+        self.note(f"{meaning}: {'; '.join(changes)}")
         change = {"global_step": global_step, "commit": self.record["commit"], "changes": changes}
-        config = self.config | {"continued": [*self.config.get("continued", []), change]}
-        self._write_config(config, f"changes-{global_step}.diff")
+        self.config["continued"] = [*self.config.get("continued", []), change]
+        self.config["args"]["total_timesteps"] = self.args.total_timesteps
+        self._write_config(self.config, f"changes-{global_step}.diff")
 
     def _write_config(self, config: Mapping[str, Any], name_of_changes: str) -> None:
+        (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
         write_whole(self.dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         if self.changes:
             write_whole(self.dir / name_of_changes, self.changes.encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,15 +152,17 @@ class Run:
         """The array on this process's device."""
         return to_tensor(array, self.device)
 
-    def begin(self, act: Act, last_step: int, plan: str) -> None:
-        """Go on from a checkpoint or load a model, print `plan`, and evaluate `act` before anything is learned.
+    def begin(self, act: Act, last_step: int, schedules: Mapping[str, float]) -> None:
+        """Go on from a checkpoint or load a model, and evaluate `act` before anything is learned.
 
-        `last_step`: transitions at the end of the run.
+        `last_step`: transitions at the end of the run. `schedules`: by the field of its flag, the part of the run over
+        which something changes with it; where it has passed, a run that goes on may be longer than it was to be.
         """
-        self.last_step = last_step
-        self.checkpoints = Checkpoints(self.args, self.world, self.logger, self.state, self.replay)  # collective
+        self.last_step, ends = last_step, {name: part * last_step for name, part in schedules.items()}
+        self.checkpoints = Checkpoints(self.args, self.world, self.logger, self.state, self.replay, ends)  # collective
         self.global_step = self.checkpoint_step = self.checkpoints.global_step
         load_model(self.args, self.world, self.state, self.checkpoints)  # collective
+        plan = f"{last_step} transitions by {self.args.num_envs} environments"
         self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}")
         if self.args.eval_every and not self.checkpoints.number:
             self._evaluate(0, act)  # collective

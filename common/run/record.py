@@ -105,14 +105,18 @@ def machine(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    """Raise `BadInput`, naming the flag, unless what `path` holds was recorded by the run that `record` describes."""
+    """Raise `BadInput`, naming the flag, unless what `path` holds was recorded by the run that `record` describes.
+
+    That run may be longer than it was to be.
+    """
     if recorded["script"] != record["script"]:
         raise BadInput(f"--run-dir: {path} holds a run of {recorded['script']}.py; name another.")
     if not recorded["args"].get("checkpoint_every"):
         raise BadInput(f"--resume: {path} holds a run that was recorded without --checkpoint-every; name another.")
     for name, value in record["args"].items():
         before = recorded["args"].get(name)
-        if name not in FREE:
+        longer = name == "total_timesteps" and value > (before or value)  # Checkpoints asks what schedules say to that
+        if name not in FREE and not longer:
             require(value == before, flag(name), value, f"{before} to go on with {path}")
     before, now = recorded["world_size"], record["world_size"]
     if record["args"]["shards"] is None and now != before:
