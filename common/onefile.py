@@ -2,7 +2,8 @@
 
     python -m common.onefile ppo_ddp.py my_ppo.py
 
-The files come first, each whole and under its name, then the script as it stands. Works on your own copies too.
+The files come first, each whole and under its name, then the script as it stands. At the top stand the packages that it
+needs, for `uv run my_ppo.py` (PEP 723), and a table of contents. Works on your own copies too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import symtable
 import sys
 from importlib.machinery import PathFinder
+from itertools import takewhile
 from pathlib import Path
 
 import tyro
@@ -133,6 +135,15 @@ def import_lines(imports: set[tuple[str, str]]) -> list[str]:
     return [*pythons, "", *(line for line in lines if line not in pythons)]
 
 
+def metadata() -> list[str]:
+    """The packages above the first comment of requirements.txt, where it is there, as PEP 723 has them."""
+    path = COMMON.parent / "requirements.txt"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    packages = [f'#     "{line}",' for line in takewhile(lambda line: line[:1] != "#", lines) if line]
+    head = ["# /// script", '# requires-python = ">=3.11"', "# dependencies = ["]
+    return [*head, *packages, "# ]", "# ///", ""] if packages else []
+
+
 def one_file(script: Path, name: str) -> str:
     """The text of one file that does what `script` does; `name` is what that file is to be called.
 
@@ -142,13 +153,25 @@ def one_file(script: Path, name: str) -> str:
     source, files = Source(script, script.resolve().parent), {}
     read_files(source, files)
     said = f"One file, made by common.onefile of {script.name} and the files of `common/` that it uses: copy it."
+    said += f"\n`uv run {name}` installs the packages above and runs it."
     head = [
         said if line.startswith("To use it in a project of your own") else line.replace(script.name, name)
         for line in source.head
     ]
-    top = "\n".join([*head, FUTURE, "", *import_lines(other_imports([source, *files.values()]))])
-    parts = [f"# FROM {module.replace('.', '/')}.py\n\n\n{file.code}" for module, file in files.items()]
-    return f"{top}\n\n" + "\n\n\n".join([*parts, source.code]) + "\n"
+    text = "\n".join([*head, FUTURE, "", *import_lines(other_imports([source, *files.values()]))]) + "\n\n"
+    shared, algorithm = [], []  # lines, counted from 0, and what begins there
+    for module, file in files.items():
+        title = f"{module.replace('.', '/')}.py"
+        shared.append((text.count("\n"), title))
+        text += f"# FROM {title}\n\n\n{file.code}\n\n\n"
+    for number, line in enumerate(source.code.split("\n"), text.count("\n")):
+        if found := re.match(r"(?:class|def) (\w+)", line):
+            algorithm.append((number, found[1]))
+    packages = metadata()
+    above = len(packages) + len(algorithm) + len(shared) + 3
+    table = [[f"# {number + above + 1:5} {what}" for number, what in rows] for rows in (algorithm, shared)]
+    contents = ["# Lines of the algorithm:", *table[0], "# Lines of the shared parts:", *table[1], ""]
+    return "\n".join([*packages, *contents, text]) + source.code + "\n"
 
 
 def main(script: tyro.conf.Positional[Path], target: tyro.conf.Positional[Path]) -> None:

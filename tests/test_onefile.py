@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,16 @@ def test_one_file_gives_the_scripts_bytes(script, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     text = path.read_text()
+    lines = text.splitlines()
+    end = lines.index("# ///")
+    asked = tomllib.loads("\n".join(line.removeprefix("# ") for line in lines[1:end]))["dependencies"]
+    needed = (ROOT / "requirements.txt").read_text().split("\n#")[0].splitlines()
+    assert asked == needed and lines[0] == "# /// script"
+    rows = dict(line.split()[1:][::-1] for line in lines[end + 2 : lines.index("", end + 2)] if line[-1] != ":")
+    assert {"Args", "main", "train", "common/errors.py", "common/run/loop.py"} <= rows.keys()
+    for name, number in rows.items():
+        line = lines[int(number) - 1]
+        assert line == f"# FROM {name}" if "/" in name else line.startswith((f"class {name}", f"def {name}("))
     assert "from common" not in text and "import common" not in text and "# FROM common/onefile.py" not in text
     assert ("class ReplayBuffer" in text) == (script in ("dqn_ddp.py", "sac_ddp.py"))
     assert ("class RunningMoments" in text) == (script in ("ppo_ddp.py", "ppg_ddp.py"))

@@ -1,10 +1,10 @@
 """The worked changes of docs/modify.md beside the unchanged scripts: a suite for `benchmark.run`.
 
-    for x in ppo:rnd ppo:gru dqn:munchausen sac:redq; do
-        patch -o ${x#*:}.py ${x%:*}_ddp.py docs/changes/${x#*:}.diff
-    done
-    python -m benchmark.run docs/changes/curves.py
-    python -m benchmark.plot docs/changes/curves.py
+for x in ppo:rnd ppo:gru dqn:munchausen sac:redq; do
+    patch -o ${x#*:}.py ${x%:*}_ddp.py docs/changes/${x#*:}.diff
+done
+python -m benchmark.run docs/changes/curves.py
+python -m benchmark.plot docs/changes/curves.py
 """
 
 from benchmark.suites import work
