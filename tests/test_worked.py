@@ -1,10 +1,12 @@
 """The worked changes of docs/modify.md: each applies, keeps the promise, goes on after a kill, and learns."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 
+import gymnasium as gym
 import psutil
 import pytest
 import torch
@@ -16,7 +18,7 @@ from runs import PATIENCE, ROOT, wait_until
 DIFFS = sorted(path.stem for path in (ROOT / "docs" / "changes").glob("*.diff"))
 FLAGS = {"ppo_ddp.py": ACTOR_CRITIC, "dqn_ddp.py": REPLAY | {"env-kwargs": DISCRETE}, "sac_ddp.py": REPLAY}
 OWN = {"redq": {"num-critics": "3", "updates-per-step": "2"}}
-USED = {"rnd": ("curiosity", "predictor")}  # what a change adds to model.pt, and what of it learns
+USED = {"rnd": ("curiosity", ("predictor", "values")), "gru": ("agent", "gru")}  # in model.pt, and what learns there
 
 
 def changed(name, tmp_path):
@@ -77,5 +79,27 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
         longer = torch.load(runs[0] / "model.pt", weights_only=True)[module]
         assert start(tree, script, 1, flags | {"total-timesteps": "160"}, tmp_path / "short").wait(PATIENCE) == 0
         shorter = torch.load(tmp_path / "short" / "model.pt", weights_only=True)[module]
+        assert any(key.startswith(part) for key in longer)
         for key, value in longer.items():
-            assert torch.equal(value, shorter[key]) != key.startswith((part, "values"))
+            assert torch.equal(value, shorter[key]) == key.startswith("target")
+
+
+def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
+    """The same states as when each episode is unrolled alone; and the update unrolls those that acted: its first ratios
+    are 1. Without the reset in either place one of both fails.
+    """
+    tree, script = changed("gru", tmp_path)
+    flags = FLAGS[script] | {"num-minibatches": "1", "update-epochs": "1", "total-timesteps": "128", "eval-every": "0"}
+    assert start(tree, script, 1, flags, tmp_path / "run").wait(PATIENCE) == 0, open(f"{tmp_path / 'run'}.out").read()
+    (row,) = load(tmp_path / "run").rows
+    assert int(row["charts/episodes"]) > 2 and abs(float(row["losses/old_approx_kl"])) < 1e-7
+    spec = importlib.util.spec_from_file_location("gru", tree / script)
+    monkeypatch.setitem(sys.modules, "gru", module := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    agent = module.Agent(gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2))
+    obs, state, dones = torch.rand(2, 9, 3), torch.rand(2, 64), torch.zeros(2, 9, dtype=torch.bool)
+    dones[0, 3] = True
+    states = agent.unroll(obs, state, dones)
+    alone = agent.unroll(obs[:1, 4:], torch.zeros(1, 64), dones[:1, 4:])
+    torch.testing.assert_close(states[0, 4:], alone[0])
+    torch.testing.assert_close(states[1, 4:], agent.unroll(obs[:, 4:], states[:, 3], dones[:, 4:])[1])
