@@ -17,6 +17,11 @@ FLAGS |= {"dqn": REPLAY | {"env-kwargs": DISCRETE}, "sac": REPLAY}
 ADAM = "torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)"
 GROUPS = "[{'params': [*agent.critic.parameters()], 'lr': 1e-3}, {'params': [*agent.trunk.parameters()]}"
 GROUPS += ", {'params': [*agent.value_trunk.parameters(), *agent.actor.parameters(), agent.log_std]}]"
+SECOND = "    value_parameters = [*agent.critic.parameters(), *agent.value_trunk.parameters()]\n"
+SECOND += "    policy_parameters = [p for p in agent.parameters() if all(p is not q for q in value_parameters)]\n"
+SECOND += f"    optimizer = {ADAM.replace('agent.parameters()', 'policy_parameters')}\n"
+SECOND += "    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)\n"
+SECOND += "    run.keep(value_optimizer=value_optimizer)\n"
 LAST_LAYER = "layer_init(nn.Linear(64, 64)), nn.Tanh()"
 LOSS = "        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss\n"
 TERM = "        activity = (features**2).mean()\n"
@@ -36,6 +41,15 @@ CHANGES = {
         ("torch.optim.Adam(parameters, lr=args.q_lr, fused=True)", "torch.optim.SGD(parameters, 1e-3, 0.9)"),
     ),
     "two parameter groups": ("ppg", (ADAM, ADAM.replace("agent.parameters()", GROUPS))),
+    "a second optimiser": (
+        "ppo",
+        (f"    optimizer = {ADAM}\n", SECOND),
+        ("gradient_step, ddp_loss, optimizer, ", "gradient_step, ddp_loss, optimizer, value_optimizer, "),
+        ("max_grad_norm), optimizer)", "max_grad_norm), optimizer, value_optimizer)"),
+        ("loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max", "loss_fn, optimizer, value_optimizer, max"),
+        ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        value_optimizer.zero_grad()\n"),
+        ("    optimizer.step()\n", "    optimizer.step()\n    value_optimizer.step()\n"),
+    ),
     "a scheduled coefficient": (
         "ppo",
         (LOSS, ANNEAL),

@@ -44,13 +44,16 @@ def start(tree, script, processes, flags, run_dir):
 
 @pytest.mark.parametrize("name", DIFFS)
 def test_a_diff_applies(name, tmp_path):
-    """To the scripts as they are; it is named in docs/modify.md with its script and the numbers of its lines."""
+    """To the scripts as they are; docs/modify.md names it with its script and the numbers of places and lines."""
     _, script = changed(name, tmp_path)
     lines = (ROOT / "docs" / "changes" / f"{name}.diff").read_text().splitlines()
+    places = sum(line.startswith("@@") for line in lines)
     added, removed = (sum(x.startswith(sign) and not x.startswith(3 * sign) for x in lines) for sign in "+-")
     rows = (ROOT / "docs" / "modify.md").read_text().splitlines()
     (row,) = (row for row in rows if row.startswith(f"| [{name}](changes/{name}.diff)"))
-    assert f"| {script.removesuffix('_ddp.py').upper()} |" in row and row.endswith(f"| +{added} -{removed} |")
+    assert f"| {script.removesuffix('_ddp.py').upper()} |" in row and row.endswith(
+        f"| {places} | +{added} -{removed} |"
+    )
 
 
 @pytest.mark.slow
