@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from common.errors import BadInput, Fault, explained, peer_ended, require, require_divisible
+from common.memory import SLOT, SharedMemory, share_memory
 from common.watchdog import GRACE, Watchdog, end_with_parent
 
 
@@ -60,13 +61,15 @@ class World:
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         self.uses_ddp = self.world_size > 1 or self.sharded
         self.stop, self.watchdog = 0, Watchdog(self.rank)
+        self.memory: SharedMemory | None = None  # with the other ranks
+        self.carrier = ""  # how ranks exchange numbers
 
     def local_slice(self, num: int) -> slice:
         """Which of `num` things over all ranks (environments, shards) this rank holds."""
         return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
 
     @contextmanager
-    def process_group(self, timeout: float) -> Iterator[None]:
+    def process_group(self, timeout: float, shared_memory: bool = True) -> Iterator[None]:
         """Open the process group; turn SIGINT and SIGTERM into requests (`stop`); start the watchdog.
 
         `timeout`: seconds between two boundaries after which this rank prints its stack and ends with code 1. Inside
@@ -83,7 +86,7 @@ class World:
                 except ConnectionRefusedError as error:
                     raise Fault("torchrun, which started this, is gone.") from error
             try:
-                self._init_process_group(timeout)
+                self._init_process_group(timeout, shared_memory)
                 self.watchdog.grace = GRACE
                 yield
             except BaseException as error:
@@ -93,12 +96,14 @@ class World:
                 raise
             finally:
                 gc.collect()
+                if self.memory:
+                    self.memory.leave()
                 if dist.is_initialized():
                     dist.destroy_process_group()
         if self.stop:
             sys.exit(128 + self.stop)
 
-    def _init_process_group(self, timeout: float) -> None:
+    def _init_process_group(self, timeout: float, shared_memory: bool) -> None:
         store = dist.HashStore()
         if "RANK" in os.environ:
             limit = 0.8 * timeout  # before the watchdog's
@@ -120,6 +125,10 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        refusal = "they are off" if not shared_memory else "there is a GPU" if on_gpu else ""
+        self.memory, reason = share_memory(store, self.rank, self.world_size, refusal)
+        if self.world_size > 1:
+            self.carrier = "shared memory" if self.memory else f"sockets ({reason})"
         if on_gpu:
             torch.cuda.set_device(self.device)
             # graphs are not recorded on the default stream, and what DDP does stays on the stream that it is made on
@@ -133,7 +142,9 @@ class World:
         """
         local = np.append(np.asarray(values, dtype=np.float64), self.watchdog.signum)
         table = local[None]
-        if self.world_size > 1:
+        if self.memory and local.nbytes <= SLOT:
+            table = self.memory.gather(local).copy()  # collective
+        elif self.world_size > 1:
             packed = torch.empty(self.world_size, len(local), dtype=torch.float64)
             dist.all_gather(list(packed), torch.from_numpy(local))  # collective
             table = packed.numpy()

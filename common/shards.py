@@ -14,9 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.distributed import World
 from common.errors import BadInput
+from common.memory import SLOT
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -48,30 +50,29 @@ def average_over_shards(loss: nn.Module, world: World) -> None:
     """Let DDP average the gradients of a wrapped `loss` over all shards with `--shards`, otherwise over processes.
 
     Each shard of this process has its own backward, with gradients zeroed before it. Gradients are valid only after
-    the last shard's backward. They are added along a binary tree over the shards' numbers; its upper levels are
-    exchanges between two processes, since a + b and b + a are the same bits.
+    the last shard's backward. They are added along a binary tree over the shards' numbers, the upper levels of which
+    are between processes.
     Raises `BadInput` for a module that would make the result depend on the number of processes.
     """
     if world.uses_ddp:
         require_same_on_any_process(loss)
-    if not world.sharded:
+    if not isinstance(loss, DDP) or not (world.sharded or world.memory):
         return
     earlier = defaultdict(list)  # gradients of this step's earlier shards; by parameter, since DDP rearranges buckets
 
     def hook(_, bucket):
         buffer, future = bucket.buffer(), torch.futures.Future()
-        gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))  # views of the buffer
-        last = all(len(earlier[parameter]) == len(world.shards) - 1 for parameter in gradients)
+        gradients, last = {}, True
+        if len(world.shards) > 1:
+            gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))  # views of the buffer
+            last = all(len(earlier[parameter]) == len(world.shards) - 1 for parameter in gradients)
         for parameter, gradient in gradients.items():
             if last:
                 gradient.copy_(tree_sum([*earlier.pop(parameter), gradient]))
             else:
                 earlier[parameter].append(gradient.clone())
         if last:
-            distance = 1
-            while distance < world.world_size:
-                buffer += exchange(buffer, world.rank ^ distance, world)
-                distance *= 2
+            sum_over_ranks(buffer, world)  # collective
             buffer /= world.num_shards
         future.set_result(buffer)
         return future
@@ -95,11 +96,24 @@ def require_same_on_any_process(loss: nn.Module) -> None:
             raise BadInput(f"{name}: {kind} {fault} (one process without --shards may have it).")
 
 
-def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of 2^n tensors: of neighbours, then of neighbouring sums."""
+def tree_sum(parts: list[torch.Tensor] | list[np.ndarray]) -> torch.Tensor | np.ndarray:
+    """The sum of neighbours, then of neighbouring sums, up to one."""
     while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        sums = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = sums + parts[2 * len(sums) :]
     return parts[0]
+
+
+def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
+    """Add (n,) of all ranks in place, along a binary tree over their numbers."""
+    if world.memory:
+        for part in np.split(buffer.numpy(), range(SLOT // 8, len(buffer), SLOT // 8)):
+            part[:] = tree_sum([*world.memory.gather(part)])  # collective
+        return
+    distance = 1
+    while distance < world.world_size:  # a + b on one rank, b + a on the other: the same bits
+        buffer += exchange(buffer, world.rank ^ distance, world)  # collective
+        distance *= 2
 
 
 def exchange(own: torch.Tensor, rank: int, world: World) -> torch.Tensor:

@@ -56,12 +56,12 @@ GROUPS = {
     "experiment": "env_id env_kwargs total_timesteps num_envs seed shards checkpoint_every load_model",
     "algorithm": "",
     "evaluation": "eval_every eval_episodes stop_at_return capture_video",
-    "run": "resume cuda cuda_graphs compile num_threads vectorization check_sync_every timeout",
+    "run": "resume cuda cuda_graphs compile num_threads vectorization check_sync_every shared_memory timeout",
     "output": "run_dir save_model log_every track wandb_project_name wandb_entity tensorboard",
 }
 # a run that goes on may change these: they change no number and no row (--cuda changes roundings, and that is printed)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard", "capture_video"}
-FREE |= {"save_model", "check_sync_every", "timeout", "cuda", "cuda_graphs"}
+FREE |= {"save_model", "check_sync_every", "timeout", "cuda", "cuda_graphs", "shared_memory"}
 # where a model is loaded, these are as it was trained unless the command line says otherwise
 OF_MODEL = ("env_id", "env_kwargs", "network", "dueling", "norm_obs", "norm_reward")
 
@@ -105,6 +105,8 @@ class RunArgs:
     """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
     check_sync_every: Period = 100_000
     """check that all ranks hold equal bits at each multiple of this many transitions (all ranks); 0: never"""
+    shared_memory: bool = True
+    """processes of one machine exchange numbers through memory that they share (Linux, x86-64, no GPU)"""
     timeout: Seconds = 600.0
     """end the run if a rank makes no progress for this many seconds"""
 

@@ -163,7 +163,8 @@ class Run:
         self.global_step = self.checkpoint_step = self.checkpoints.global_step
         load_model(self.args, self.world, self.state, self.checkpoints)  # collective
         plan = f"{last_step} transitions by {self.args.num_envs} environments"
-        self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}")
+        through = f", through {self.world.carrier}" if self.world.carrier else ""
+        self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}{through}")
         if self.args.eval_every and not self.checkpoints.number:
             self._evaluate(0, act)  # collective
 
@@ -232,5 +233,8 @@ def open_run(args: RunArgs, file: str, columns: tuple[str, ...], envs: Environme
     `columns`: the script's own of metrics.csv.
     """
     world = envs.world
-    with Logger(args, file, header(columns), world, envs.evaluation) as logger, world.process_group(args.timeout):
+    with (
+        Logger(args, file, header(columns), world, envs.evaluation) as logger,
+        world.process_group(args.timeout, args.shared_memory),
+    ):
         yield Run(args, envs, logger)
