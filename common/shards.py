@@ -86,7 +86,7 @@ def require_same_on_any_process(loss: nn.Module) -> None:
         kind, fault = type(module).__name__, ""
         rate = getattr(module, "dropout", 0.0)  # a number of nn.LSTM's, or a user's own submodule
         if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) or (isinstance(rate, float) and rate > 0):
-            fault = "draws for each process alone; leave it out, or draw as docs/modify.md says"
+            fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False):
             fault = "keeps statistics of each process alone; take nn.LayerNorm"
         elif kind == "_SpectralNorm":

@@ -185,7 +185,7 @@ class Logger:
         if self.rng_state is not None and not torch.get_rng_state().equal(self.rng_state):
             self.rng_state = None
             fault = "something drew from torch's default generator, so the numbers depend on the number of processes"
-            self.note(f"step {step}: {fault}; draw as docs/modify.md says")
+            self.note(f"step {step}: {fault}; draw as rule 2 of docs/modify.md says")
         row["time/wall"] = time.perf_counter() - self.started
         if evaluation:
             self.evaluated += row["time/eval"]
