@@ -47,8 +47,9 @@ class World:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.cores = max(1, cores // self.local_world_size)
+        anywhere = range(os.cpu_count() or 1)
+        self.affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else anywhere
+        self.cores = max(1, len(self.affinity) // self.local_world_size)
         self.device = torch.device("cpu")
         if cuda and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
@@ -126,7 +127,7 @@ class World:
         limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
         refusal = "they are off" if not shared_memory else "there is a GPU" if on_gpu else ""
-        self.memory, reason = share_memory(store, self.rank, self.world_size, refusal)
+        self.memory, reason = share_memory(store, self.rank, self.world_size, self.affinity, refusal)
         if self.world_size > 1:
             self.carrier = "shared memory" if self.memory else f"sockets ({reason})"
         if on_gpu:

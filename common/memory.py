@@ -15,6 +15,7 @@ import platform
 import select
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -69,8 +70,13 @@ class SharedMemory:
         self.lines[LINE * self.rank + 1] = 1
 
 
-def share_memory(store: dist.Store, rank: int, world_size: int, refusal: str) -> tuple[SharedMemory | None, str]:
-    """Memory for all ranks, or None and why there is none. Every rank must call, with its own `refusal`, if any."""
+def share_memory(
+    store: dist.Store, rank: int, world_size: int, cores: Iterable[int], refusal: str
+) -> tuple[SharedMemory | None, str]:
+    """Memory for all ranks, or None and why there is none. Every rank must call.
+
+    `cores`: the numbers of those on which this rank may run; `refusal`: why it wants none, if so.
+    """
     if world_size == 1:
         return None, ""
     linux = sys.platform == "linux" and platform.machine() == "x86_64"
@@ -78,7 +84,7 @@ def share_memory(store: dist.Store, rank: int, world_size: int, refusal: str) ->
     about = {"refusal": refusal, "pid": os.getpid()}
     if linux:
         names = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
-        about |= {"machine": names, "cores": list(os.sched_getaffinity(0))}
+        about |= {"machine": names, "cores": [*cores]}
 
     def told(key: str, value: str) -> list[str]:
         """What all ranks say under this key."""

@@ -148,6 +148,8 @@ def drawn(seed: int, number: int) -> Draw:
     edits = [name for name in EDITS if script in EDITS[name]]
     edit = chance.choice(edits) if chance.random() < 0.15 and not image else ""
     processor = chance.choices(list(PROCESSORS), (45, 20, 25, 10))[0]
+    if chance.random() < 0.25:
+        flags["no-shared-memory"] = ""
     return Draw(number, script, flags, edit, launches, processor, real=number % 10 == 9)
 
 
@@ -361,8 +363,12 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
+        from common import distributed
+
         if broken in BREAKS:
             BREAKS[broken]()
+        share = distributed.share_memory  # also by four ranks on fewer cores
+        distributed.share_memory = lambda store, rank, size, _, refusal: share(store, rank, size, range(8), refusal)
         sys.argv = [script, *words]
         runpy.run_path(script, run_name="__main__")
         os._exit(0)

@@ -1,0 +1,147 @@
+"""Memory that ranks share: the numbers of all, in order, and an end where another rank ends."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from common.errors import peer_ended
+from common.memory import SLOT, share_memory
+from common.shards import tree_sum
+from runs import run
+
+FORKED = multiprocessing.get_context("fork")
+
+
+def ranks(function, size, tmp_path, cores=range(8), refusals=None, prepare=lambda rank: None):
+    """`function(memory or the refusal, rank)` in `size` processes -> what they return, and their exit codes."""
+    results = FORKED.SimpleQueue()
+
+    def work(rank):
+        prepare(rank)
+        store = dist.FileStore(str(tmp_path / "store"), size)
+        memory, refusal = share_memory(store, rank, size, cores, (refusals or {}).get(rank, ""))
+        results.put((rank, function(memory or refusal, rank)))
+
+    processes = [FORKED.Process(target=work, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        found = {}
+        while any(process.is_alive() for process in processes) or not results.empty():
+            if not results.empty():
+                rank, value = results.get()
+                found[rank] = value
+            time.sleep(0.005)
+        return found, [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def numbers(rank, count):
+    return (
+        np.random.default_rng([rank, count]).standard_normal(1 + count % 97).astype((np.float32, np.float64)[count % 2])
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_gets_the_numbers_of_all(size, tmp_path):
+    """Also where ranks come late, on more ranks than cores; and arrays that fill the slot."""
+
+    def exchange(memory, rank):
+        late = np.random.default_rng(rank)
+        for count in range(500):
+            if late.random() < 0.02:
+                time.sleep(0.03 * late.random())
+            table = memory.gather(numbers(rank, count))
+            expected = [numbers(other, count) for other in range(size)]
+            assert table.dtype == expected[0].dtype and all(map(np.array_equal, table, expected)), count
+        whole = np.full(SLOT, rank, np.uint8)
+        return all((row == other).all() for other, row in enumerate(memory.gather(whole)))
+
+    found, codes = ranks(exchange, size, tmp_path)
+    assert found == dict.fromkeys(range(size), True) and codes == [0] * size
+
+
+@pytest.mark.parametrize("end", ["exit", "kill", "leave"])
+def test_who_waits_for_a_rank_that_has_ended_is_told(end, tmp_path, monkeypatch):
+    """At once, by the error that ends a run in one line; what that rank had said before still counts."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def wait(memory, rank):
+        first = memory.gather(np.array([7.0 + rank])).tolist()
+        if rank == 1:
+            if end == "leave":
+                memory.leave()
+                time.sleep(3.0)
+            os._exit(0) if end == "exit" else os.kill(os.getpid(), signal.SIGKILL) if end == "kill" else None
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            memory.gather(np.zeros(3))
+        return first, peer_ended(caught.value), time.monotonic() - start
+
+    found, _ = ranks(wait, 2, tmp_path)
+    first, known, seconds = found[0]
+    assert first == [[7.0], [8.0]] and known and seconds < 1.0
+
+
+def test_a_rank_that_waits_burns_no_processor(tmp_path):
+    def wait(memory, rank):
+        if rank == 1:
+            time.sleep(2.0)
+        start = time.process_time()
+        memory.gather(np.zeros(3))
+        return time.process_time() - start
+
+    found, _ = ranks(wait, 2, tmp_path)
+    assert found[0] < 0.4
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"refusals": {1: "there is a GPU"}}, "there is a GPU"),
+        ({"cores": [3]}, "there are fewer cores than processes"),
+    ],
+)
+def test_all_ranks_are_refused_alike(given, said, tmp_path):
+    found, _ = ranks(lambda refusal, rank: refusal, 2, tmp_path, **given)
+    assert found == {0: said, 1: said}
+
+
+def test_memory_that_may_not_be_mapped_is_not_used(tmp_path):
+    """By one rank, as in a sandbox: then by none."""
+
+    def prepare(rank):
+        def refused(path, *flags, real=os.open):
+            if "/fd/" in path:
+                raise PermissionError(1, "Operation not permitted")
+            return real(path, *flags)
+
+        if rank == 1:
+            os.open = refused  # in this forked process
+
+    found, _ = ranks(lambda refusal, rank: refusal, 2, tmp_path, prepare=prepare)
+    assert found == dict.fromkeys((0, 1), "they may not be mapped: Operation not permitted")
+
+
+def test_any_number_of_parts_has_one_order():
+    parts = [np.float32(10.0) ** x for x in (8, -1, -8, 0, 7)]
+    a, b, c, d, e = parts
+    assert tree_sum(parts) == ((a + b) + (c + d)) + e
+
+
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "sac_ddp.py"])
+def test_memory_and_sockets_give_the_same_bytes(script, tmp_path):
+    """Without shards; the drawn experiments have both with shards."""
+    flags = "--num-envs 4 --eval-every 512 --eval-episodes 3 --save-model --total-timesteps 1024"
+    flags += {"ppo_ddp.py": " --num-steps 32", "sac_ddp.py": " --learning-starts 600 --batch-size 32"}[script]
+    memory = run(script, 2, flags, tmp_path / "memory", dtype="float32")
+    sockets = run(script, 2, f"{flags} --no-shared-memory", tmp_path / "sockets", dtype="float32")
+    assert "2 process(es), cpu, through sockets (they are off)" in sockets.out
+    assert memory.rows == sockets.rows and "through s" in memory.out
