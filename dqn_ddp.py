@@ -260,7 +260,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     run.keep(q_network=q_network, target_network=target_network, optimizer=optimizer, generator=generator, replay=rb)
     loss_fn = TDLoss(q_network, args.loss == "huber", world.num_shards / args.batch_size)
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    options = {"gradient_as_bucket_view": run.device.type == "cpu", "static_graph": True}  # GPUs round sums by address
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
     target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's

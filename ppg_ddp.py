@@ -504,9 +504,10 @@ def train(args: Args, run: Run) -> None:
         aux_loss_fn.compile()
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     # one wrapper for each loss, of exactly the parameters that it uses; with `static_graph`, two over the same fail
-    ddp_loss = DDP(loss_fn, gradient_as_bucket_view=True) if world.uses_ddp else loss_fn  # collective
+    options = {"gradient_as_bucket_view": run.device.type == "cpu"}  # GPUs round sums by address
+    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
-    ddp_aux_loss = DDP(aux_loss_fn, gradient_as_bucket_view=True) if world.uses_ddp else aux_loss_fn  # collective
+    ddp_aux_loss = DDP(aux_loss_fn, **options) if world.uses_ddp else aux_loss_fn  # collective
     run.average_gradients(ddp_aux_loss)
     update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)
     aux_update = run.graphed(partial(gradient_step, ddp_aux_loss, aux_optimizer, args.max_grad_norm), aux_optimizer)

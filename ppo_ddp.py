@@ -418,7 +418,7 @@ def train(args: Args, run: Run) -> None:
     if args.compile:
         loss_fn.compile()
     # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    options = {"gradient_as_bucket_view": run.device.type == "cpu", "static_graph": True}  # GPUs round sums by address
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
     update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)

@@ -287,7 +287,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     scale = world.num_shards / args.batch_size
     critic_loss_fn, actor_loss_fn = CriticLoss(critics, scale), ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP: hooks `forward` and nothing else, so it wraps the losses; acting and targets use the bare networks
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    options = {"gradient_as_bucket_view": run.device.type == "cpu", "static_graph": True}  # GPUs round sums by address
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.uses_ddp else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.uses_ddp else actor_loss_fn  # collective
     run.average_gradients(ddp_critic_loss)

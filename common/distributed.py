@@ -58,6 +58,7 @@ class World:
             require(power == shards, "--shards", shards, f"a power of two, such as {power} or {2 * power}")
             require(size.bit_count() == 1, "--shards", shards, f"left out on {size} processes, no power of two")
             require_divisible("--shards", shards, size, "the number of processes")
+        self.nccl = False
         self.sharded, self.num_shards = shards is not None, shards or self.world_size
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         self.uses_ddp = self.world_size > 1 or self.sharded
@@ -77,6 +78,7 @@ class World:
         this block, use DDP only in a function, so that its modules are gone when the block ends: gloo may abort the
         process if a DDP reducer outlives its group.
         """
+        destroys = True
         with self.watchdog.watching(timeout):
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 end_with_parent(signal.SIGTERM)  # no rank outlives a killed torchrun
@@ -91,6 +93,7 @@ class World:
                 self.watchdog.grace = GRACE
                 yield
             except BaseException as error:
+                destroys = not self.nccl or self.world_size == 1  # NCCL's waits for all, and one may be gone
                 if not explained(error):
                     get_error_handler().record_exception(error)  # first failing rank first, for torchrun's report
                 traceback.clear_frames(error.__traceback__)  # they hold the DDP modules
@@ -99,7 +102,7 @@ class World:
                 gc.collect()
                 if self.memory:
                     self.memory.leave()
-                if dist.is_initialized():
+                if dist.is_initialized() and destroys:
                     dist.destroy_process_group()
         if self.stop:
             sys.exit(128 + self.stop)
@@ -123,6 +126,9 @@ class World:
         store.set(f"gpu/{self.rank}", gpu)
         gpus = [store.get(f"gpu/{rank}") for rank in range(self.world_size)]
         self.nccl = all(gpus) and len(set(gpus)) == self.world_size
+        if self.nccl:  # sums in one order: those of NVLink switches have none
+            os.environ.setdefault("NCCL_ALGO", "^NVLS")
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
@@ -135,6 +141,11 @@ class World:
             # graphs are not recorded on the default stream, and what DDP does stays on the stream that it is made on
             torch.cuda.set_stream(torch.cuda.Stream())
             torch.backends.cudnn.deterministic = True
+            torch.set_float32_matmul_precision("highest")  # whatever the environment says; convolutions may take TF32
+            torch.backends.cudnn.allow_tf32 = True
+            from torch._inductor import config  # slow to import
+
+            config.deterministic = True  # sums of --compile in one order
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
         """Gather one packed vector from every rank: K numbers -> (world_size, K) float64, the same on all ranks.

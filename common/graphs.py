@@ -32,8 +32,8 @@ class Graphed:
 
     A processor takes longer to launch a kernel than a GPU to do a small network's arithmetic; a graph is launched as
     one. A replay reads all but the arguments where the recording did: parameters may change only in place, and Python's
-    numbers stay as they were. Results are copies. The arithmetic is the same. Ranks may record at different calls, as
-    parts of a batch differ in size: what they exchange, and in which order, is the same.
+    numbers stay as they were. Results are copies. The arithmetic is the same. Where ranks exchange numbers by NCCL, all
+    must record at the same calls.
     """
 
     def __init__(self, function: Callable, *optimizers: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import torch
 from threadpoolctl import threadpool_limits
@@ -41,12 +42,17 @@ def set_threads(threads: int, parallel: bool, world: World) -> None:
 
 
 def require_compiler(world: World) -> None:
-    """Raise `BadInput` (--compile) if torch would not find a C++ compiler; its own error is 80 lines long."""
-    if world.device.type != "cpu":
-        return
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    try:
-        subprocess.run([compiler, "--version"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        needed = f"a C++ compiler that runs: install {compiler}, or leave it off (--no-compile)"
-        raise BadInput(f"--compile: needs {needed}.") from error
+    """Raise `BadInput` (--compile) if torch would not find its compiler; its own error is 80 lines long.
+
+    On a CPU that is one of C++, on a GPU Triton's, of C.
+    """
+    if world.device.type == "cpu":
+        compilers = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
+    else:
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    for compiler in compilers:
+        with suppress(OSError, subprocess.CalledProcessError):
+            subprocess.run([compiler, "--version"], capture_output=True, check=True)
+            return
+    needed = f"a compiler that runs: install {' or '.join(compilers)}, or leave it off (--no-compile)"
+    raise BadInput(f"--compile: needs {needed}.")

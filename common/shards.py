@@ -56,7 +56,10 @@ def average_over_shards(loss: nn.Module, world: World) -> None:
     """
     if world.uses_ddp:
         require_same_on_any_process(loss)
-    if not isinstance(loss, DDP) or not (world.sharded or world.memory):
+    if not isinstance(loss, DDP):
+        return
+    loss._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # it waits for the GPU now and then, which a graph may not
+    if not (world.sharded or world.memory):
         return
     earlier = defaultdict(list)  # gradients of this step's earlier shards; by parameter, since DDP rearranges buckets
 

@@ -2,14 +2,18 @@
 
 import math
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import common.machine
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
 from common.errors import BadInput, require_divisible
+from common.machine import require_compiler
 from common.run.arguments import parse
 from common.run.loop import crossed
 from runs import ROOT, finish, run, start
@@ -135,8 +139,19 @@ def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):
 def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
     for module in (ppo_ddp, ppg_ddp):
-        with pytest.raises(BadInput, match="--compile: needs a C..+ compiler that runs: install"):
+        with pytest.raises(BadInput, match="--compile: needs a compiler that runs: install"):
             module.main(module.Args(compile=True, run_dir=str(tmp_path / "run")))
+
+
+def test_compiling_for_a_gpu_needs_a_compiler_of_c(tmp_path, monkeypatch):
+    """Triton's, and not the one of C++."""
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    monkeypatch.setenv("CC", sys.executable)
+    require_compiler(on_gpu)
+    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    with pytest.raises(BadInput, match=f"--compile: needs a compiler that runs: install {tmp_path}/gcc, or"):
+        require_compiler(on_gpu)
 
 
 def test_a_rom_that_is_missing_is_named(tmp_path, monkeypatch):

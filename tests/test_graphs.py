@@ -7,10 +7,12 @@ tensors that move, and what may not be done while it records. That it is fast, o
 from __future__ import annotations
 
 import csv
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -18,8 +20,10 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.errors import BadInput
+from common.distributed import World
+from common.errors import BadInput, Fault
 from common.graphs import SEEN, WARMUP, Graphed, copies, tensors_of
+from common.run.loop import Run
 
 FORBIDDEN = {"aten::_local_scalar_dense", "aten::lift_fresh"}  # values that go to Python, and come from it
 
@@ -128,6 +132,53 @@ def test_a_run_with_graphs_is_the_same(name, emulated, monkeypatch, tmp_path):
     updates = [x for x in OnCPU.made if x.optimizers]
     assert len(updates) == (2 if module in (ppg_ddp, sac_ddp) else 1)
     assert all(x.recordings and x.calls.total() > WARMUP + 2 for x in updates), "hardly an update was a replay"
+
+
+def test_processes_that_would_record_at_different_calls_are_refused():
+    """NCCL wants an operation recorded by all or by none; sizes of parts of a batch return at other calls on each."""
+
+    def graphed(processes, plain, size):
+        world = SimpleNamespace(world_size=processes, num_shards=4, nccl=True)
+        args = dqn_ddp.Args(cuda_graphs=True, batch_size=size)
+        run = SimpleNamespace(args=args, world=world, replay=SimpleNamespace(plain=plain))
+        return Run.graphed(run, print, torch.optim.SGD([torch.zeros(1)]))
+
+    with pytest.raises(
+        BadInput, match="^--cuda-graphs True: must be left off with --prioritized or --n-step on several"
+    ):
+        graphed(2, False, 128)
+    with pytest.raises(BadInput, match="^--batch-size 18: must be a multiple of 4 with --cuda-graphs"):
+        graphed(2, True, 18)
+    assert all(isinstance(graphed(*case), Graphed) for case in ((1, False, 18), (2, True, 16)))
+
+
+@pytest.mark.parametrize("nccl, fails, destroyed", [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_after_a_fault_nccl_is_not_waited_for(nccl, fails, destroyed, monkeypatch):
+    """Its end is a collective, which a rank that has failed would wait for until --timeout."""
+    calls = []
+    monkeypatch.setattr(World, "_init_process_group", lambda self, *_: setattr(self, "nccl", nccl))
+    monkeypatch.setattr("common.distributed.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("common.distributed.dist.destroy_process_group", lambda: calls.append(1))
+    world = World(cuda=False)
+    world.world_size = 2
+    with suppress(Fault), world.process_group(60.0):
+        if fails:
+            raise Fault("a fault of one rank")
+    assert len(calls) == destroyed
+
+
+@pytest.mark.parametrize("module, wrappers", [(ppo_ddp, 1), (ppg_ddp, 2), (dqn_ddp, 1), (sac_ddp, 2)])
+def test_ddp_takes_no_time_of_its_own(module, wrappers, monkeypatch, tmp_path):
+    """Every 100th call it would wait for the GPU, which may not be while a graph is recorded."""
+    rates = []
+    monkeypatch.setattr(DDP, "_set_ddp_runtime_logging_sample_rate", lambda self, rate: rates.append(rate))
+    settings = {"total_timesteps": 512, "num_steps": 32, "n_pi": 1, "learning_starts": 100, "shards": 2}
+    settings = {name: x for name, x in settings.items() if name in module.Args.__dataclass_fields__}
+    env_id = "Pendulum-v1" if module is sac_ddp else "CartPole-v1"
+    module.main(
+        module.Args(env_id=env_id, num_envs=4, eval_every=0, cuda=False, run_dir=str(tmp_path / "r"), **settings)
+    )
+    assert rates == [2**31 - 1] * wrappers
 
 
 def untimed(row):

@@ -141,7 +141,16 @@ class Run:
                 raise BadInput(f"run.keep: {name} is trained, but {lacking} is not kept; call run.keep with it before.")
 
     def graphed(self, function: Callable, *optimizers: torch.optim.Optimizer) -> Callable:
-        """`function`, with `--cuda-graphs` as a CUDA graph that includes the steps of its optimisers."""
+        """`function`, with `--cuda-graphs` as a CUDA graph that includes the steps of its optimisers.
+
+        Raises `BadInput` where processes would record it at different calls, since NCCL needs them to do so at once.
+        """
+        rb = self.replay
+        if self.args.cuda_graphs and optimizers and rb is not None and self.world.world_size > 1:
+            size = self.args.batch_size
+            self.args.require(rb.plain, "cuda_graphs", "left off with --prioritized or --n-step on several processes")
+            needed = f"a multiple of {self.world.num_shards} with --cuda-graphs"
+            self.args.require(size % self.world.num_shards == 0, "batch_size", needed)
         return graphed(self.args.cuda_graphs, self.world, function, *optimizers)
 
     def number(self, number: float) -> float | torch.Tensor:
