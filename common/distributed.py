@@ -127,12 +127,12 @@ class World:
         gpus = [store.get(f"gpu/{rank}") for rank in range(self.world_size)]
         self.nccl = all(gpus) and len(set(gpus)) == self.world_size
         if self.nccl:  # sums in one order: those of NVLink switches have none
-            os.environ.setdefault("NCCL_ALGO", "^NVLS")
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
-        refusal = "they are off" if not shared_memory else "there is a GPU" if on_gpu else ""
+        refusal = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
         self.memory, reason = share_memory(store, self.rank, self.world_size, self.affinity, refusal)
         if self.world_size > 1:
             self.carrier = "shared memory" if self.memory else f"sockets ({reason})"

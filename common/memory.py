@@ -16,13 +16,14 @@ import select
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 
 SLOT = 2**25  # bytes of a slot
-LINE = 8  # numbers of 8 bytes in a line of a processor's cache; each rank has one: its count, and whether it has left
+LINE = 8  # numbers of 8 bytes in a line of a processor's cache. A rank has one: its count, whether it left, its sizes
 SPIN, YIELD = 0.001, 0.02  # seconds of a wait in which a rank burns its core, then leaves it to others; then it sleeps
 
 
@@ -40,17 +41,23 @@ class SharedMemory:
             self.exits.register(os.pidfd_open(pid), select.POLLIN)
 
     def gather(self, own: np.ndarray) -> np.ndarray:
-        """own (n,), of at most `SLOT` bytes -> (number of ranks, n), valid until the next call but one.
+        """own (n,), of at most `SLOT` bytes -> (number of ranks, n), valid until the next call.
 
-        Every rank must call. Raises `RuntimeError`, as gloo does, where another rank has ended.
+        Every rank must call. Raises `RuntimeError`, as gloo does, where another rank has ended, or calls with another
+        size or type.
         """
         self.count += 1
-        slots = self.slots[self.count % 2].view(own.dtype)[:, : len(own)]  # a rank may still read the other half
+        half = self.count % 2  # another rank may still read the other
+        slots, kind = self.slots[half].view(own.dtype)[:, : len(own)], 64 * own.nbytes + own.dtype.num
         slots[self.rank] = own
+        self.lines[LINE * self.rank + 2 + half] = kind
         self.lines[LINE * self.rank] = self.count
         for rank in self.ranks:
             if self.lines[LINE * rank] < self.count:
                 self._wait(rank)
+            if self.lines[LINE * rank + 2 + half] != kind:
+                fault = f"rank {self.rank} exchanges {own.nbytes} bytes of {own.dtype}, rank {rank} others"
+                raise RuntimeError(f"{fault}: every process must make the same collective calls in the same order")
         return slots
 
     def _wait(self, rank: int) -> None:
@@ -79,12 +86,15 @@ def share_memory(
     """
     if world_size == 1:
         return None, ""
-    linux = sys.platform == "linux" and platform.machine() == "x86_64"
-    refusal = refusal or ("" if linux else "they need Linux on x86-64")
-    about = {"refusal": refusal, "pid": os.getpid()}
-    if linux:
-        names = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
-        about |= {"machine": names, "cores": [*cores]}
+    calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")  # which some builds of Python lack
+    if not calls or sys.platform != "linux" or platform.machine() != "x86_64":
+        refusal = refusal or "it needs Linux on x86-64, and a Python with os.memfd_create and os.pidfd_open"
+    about = {"pid": os.getpid(), "cores": [*cores]}
+    try:
+        about["machine"] = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    except OSError as error:
+        refusal = refusal or f"it is not allowed: {error.strerror}"
+    about["refusal"] = refusal
 
     def told(key: str, value: str) -> list[str]:
         """What all ranks say under this key."""
@@ -99,18 +109,18 @@ def share_memory(
         refusal = "there are fewer cores than processes"
     if refusal:
         return None, refusal
-    pids, memory, descriptor = [x["pid"] for x in ranks], None, -1
-    if rank == 0:
-        descriptor = os.memfd_create("lockstep")
-        os.truncate(descriptor, (8 * LINE + 2 * SLOT) * world_size)
-    path, fault = f"/proc/{pids[0]}/fd/{told('descriptor', str(descriptor))[0]}", ""
+    pids, memory, descriptor, fault = [x["pid"] for x in ranks], None, -1, ""
+    with suppress(OSError):  # as in a sandbox, where opening it fails then
+        descriptor = os.memfd_create("lockstep") if rank == 0 else -1
+    path = f"/proc/{pids[0]}/fd/{told('descriptor', str(descriptor))[0]}"
     try:
         opened = os.open(path, os.O_RDWR)
+        os.truncate(opened, (8 * LINE + 2 * SLOT) * world_size)
         memory = SharedMemory(opened, rank, pids)
         os.close(opened)
-    except OSError as error:  # as in a sandbox
-        fault = f"they may not be mapped: {error.strerror}"
+    except OSError as error:
+        fault = f"it is not allowed: {error.strerror}"
     faults = [x for x in told("mapped", fault) if x]
-    if rank == 0:
+    if descriptor >= 0:
         os.close(descriptor)
     return (None, faults[0]) if faults else (memory, "")

@@ -9,6 +9,7 @@ needs, for `uv run my_ppo.py` (PEP 723), and a table of contents. Works on your 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import symtable
 import sys
@@ -139,7 +140,8 @@ def metadata() -> list[str]:
     """The packages above the first comment of requirements.txt, where it is there, as PEP 723 has them."""
     path = COMMON.parent / "requirements.txt"
     lines = path.read_text().splitlines() if path.is_file() else []
-    packages = [f'#     "{line}",' for line in takewhile(lambda line: line[:1] != "#", lines) if line]
+    lines = [line.split(" #")[0].strip() for line in takewhile(lambda line: line[:1] != "#", lines)]
+    packages = [f"#     {json.dumps(line)}," for line in lines if line and line[0] != "-"]  # no options of pip's
     head = ["# /// script", '# requires-python = ">=3.11"', "# dependencies = ["]
     return [*head, *packages, "# ]", "# ///", ""] if packages else []
 
@@ -153,7 +155,8 @@ def one_file(script: Path, name: str) -> str:
     source, files = Source(script, script.resolve().parent), {}
     read_files(source, files)
     said = f"One file, made by common.onefile of {script.name} and the files of `common/` that it uses: copy it."
-    said += f"\n`uv run {name}` installs the packages above and runs it."
+    packages = metadata()
+    said += f"\n`uv run {name}` installs the packages above and runs it." if packages else ""
     head = [
         said if line.startswith("To use it in a project of your own") else line.replace(script.name, name)
         for line in source.head
@@ -167,7 +170,6 @@ def one_file(script: Path, name: str) -> str:
     for number, line in enumerate(source.code.split("\n"), text.count("\n")):
         if found := re.match(r"(?:class|def) (\w+)", line):
             algorithm.append((number, found[1]))
-    packages = metadata()
     above = len(packages) + len(algorithm) + len(shared) + 3
     table = [[f"# {number + above + 1:5} {what}" for number, what in rows] for rows in (algorithm, shared)]
     contents = ["# Lines of the algorithm:", *table[0], "# Lines of the shared parts:", *table[1], ""]

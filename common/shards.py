@@ -99,7 +99,7 @@ def require_same_on_any_process(loss: nn.Module) -> None:
             raise BadInput(f"{name}: {kind} {fault} (one process without --shards may have it).")
 
 
-def tree_sum(parts: list[torch.Tensor] | list[np.ndarray]) -> torch.Tensor | np.ndarray:
+def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     """The sum of neighbours, then of neighbouring sums, up to one."""
     while len(parts) > 1:
         sums = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
@@ -110,8 +110,9 @@ def tree_sum(parts: list[torch.Tensor] | list[np.ndarray]) -> torch.Tensor | np.
 def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
     """Add (n,) of all ranks in place, along a binary tree over their numbers."""
     if world.memory:
-        for part in np.split(buffer.numpy(), range(SLOT // 8, len(buffer), SLOT // 8)):
-            part[:] = tree_sum([*world.memory.gather(part)])  # collective
+        for part in buffer.split(SLOT // 8):
+            table = torch.from_numpy(world.memory.gather(part.view(torch.uint8).numpy()))  # collective
+            part.copy_(tree_sum([*table.view(buffer.dtype)]))
         return
     distance = 1
     while distance < world.world_size:  # a + b on one rank, b + a on the other: the same bits

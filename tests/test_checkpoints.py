@@ -29,6 +29,7 @@ from common.replay import ReplayBuffer
 from common.run.arguments import FREE, RunArgs
 from common.run.checkpoint import Checkpoints
 from common.run.files import digest_of, locked, size_and_digest, write_flushed
+from common.run.logger import Logger
 from common.run.record import MACHINE
 from common.state import state_of
 from common.watchdog import end_now
@@ -353,27 +354,33 @@ def test_a_finished_run_says_so(interrupted, tmp_path, capfd):
         continued(ppo_ddp, run_dir, resume=False)
 
 
-def test_a_finished_run_is_lengthened_to_the_bytes_of_a_longer_one(tmp_path, capfd):
-    """Where no schedule depends on the budget; with checkpoints, and without any that is whole."""
+def test_a_finished_run_is_lengthened_to_the_bytes_of_a_longer_one(tmp_path, capfd, monkeypatch):
+    """Where no schedule depends on the budget; also one that was killed while it read the checkpoint for that."""
     continued(ppo_ddp, tmp_path / "long", anneal_lr=False, total_timesteps=144, save_model=True)
     whole, model = rows(tmp_path / "long"), torch.load(tmp_path / "long" / "model.pt", weights_only=True)
-    for name in ("on", "anew"):
-        run_dir = tmp_path / name
+    run_dir = tmp_path / "run"
+    continued(ppo_ddp, run_dir, anneal_lr=False)
+    short = rows(run_dir)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Logger, "continued", lambda *_: 1 / 0)
+        continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=144)
+    continued(ppo_ddp, run_dir, anneal_lr=False)
+    assert rows(run_dir) == short, "the shorter run lost its end"
+    capfd.readouterr()
+    continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=144, save_model=True)
+    assert "longer than it was to be: total_timesteps 144, before 80" in capfd.readouterr().out
+    assert rows(run_dir) == whole
+    longer = dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
+    assert all(x.equal(longer[key]) for key, x in flat(model))
+    assert json.loads((run_dir / "config.json").read_text())["args"]["total_timesteps"] == 144
+    with pytest.raises(SystemExit):
+        continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=144)
+    with pytest.raises(BadInput, match="^--total-timesteps 80: must be 144 to go on with"):
         continued(ppo_ddp, run_dir, anneal_lr=False)
-        if name == "anew":
-            shutil.rmtree(run_dir / "checkpoints")
-        capfd.readouterr()
-        continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=144, save_model=True)
-        said = "longer than it was to be: total_timesteps 144, before 80"
-        assert (said in capfd.readouterr().out) == (name == "on")
-        assert rows(run_dir) == whole
-        longer = dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
-        assert all(x.equal(longer[key]) for key, x in flat(model))
-        assert json.loads((run_dir / "config.json").read_text())["args"]["total_timesteps"] == 144
-        with pytest.raises(SystemExit):
-            continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=144)
-        with pytest.raises(BadInput, match="^--total-timesteps 80: must be 144 to go on with"):
-            continued(ppo_ddp, run_dir, anneal_lr=False)
+    shutil.rmtree(run_dir / "checkpoints")
+    with pytest.raises(BadInput, match="^--total-timesteps 160: .* holds no whole checkpoint from which a longer run"):
+        continued(ppo_ddp, run_dir, anneal_lr=False, total_timesteps=160)
+    assert rows(run_dir) == whole and (run_dir / "finished").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from common.errors import peer_ended
 from common.memory import SLOT, share_memory
-from common.shards import tree_sum
+from common.shards import sum_over_ranks, tree_sum
 from runs import run
 
 FORKED = multiprocessing.get_context("fork")
@@ -127,13 +129,42 @@ def test_memory_that_may_not_be_mapped_is_not_used(tmp_path):
             os.open = refused  # in this forked process
 
     found, _ = ranks(lambda refusal, rank: refusal, 2, tmp_path, prepare=prepare)
-    assert found == dict.fromkeys((0, 1), "they may not be mapped: Operation not permitted")
+    assert found == dict.fromkeys((0, 1), "it is not allowed: Operation not permitted")
 
 
 def test_any_number_of_parts_has_one_order():
     parts = [np.float32(10.0) ** x for x in (8, -1, -8, 0, 7)]
     a, b, c, d, e = parts
     assert tree_sum(parts) == ((a + b) + (c + d)) + e
+
+
+def test_ranks_that_exchange_unlike_numbers_are_told(tmp_path):
+    """As where one process makes one collective call less than the others."""
+
+    def exchange(memory, rank):
+        memory.gather(np.zeros(4))
+        with pytest.raises(RuntimeError, match="every process must make the same collective calls"):
+            memory.gather(np.zeros(3 + rank) if where == "size" else np.zeros(4, ("float64", "int64")[rank]))
+        return True
+
+    for where in ("size", "type"):
+        (tmp_path / where).mkdir()
+        assert ranks(exchange, 2, tmp_path / where)[0] == {0: True, 1: True}
+
+
+def test_gradients_in_half_precision_are_added(tmp_path):
+    def add(memory, rank):
+        buffer = torch.tensor([1.0 + rank, 256.0], dtype=torch.bfloat16)
+        sum_over_ranks(buffer, SimpleNamespace(memory=memory))
+        return buffer.tolist()
+
+    assert ranks(add, 2, tmp_path)[0] == {0: [3.0, 512.0], 1: [3.0, 512.0]}
+
+
+def test_a_python_without_the_calls_uses_sockets(tmp_path, monkeypatch):
+    monkeypatch.delattr("os.memfd_create")
+    found, _ = ranks(lambda refusal, rank: refusal, 2, tmp_path)
+    assert found[0] == found[1] and found[0].startswith("it needs Linux on x86-64, and a Python with os.memfd_create")
 
 
 @pytest.mark.parametrize("script", ["ppo_ddp.py", "sac_ddp.py"])
@@ -143,5 +174,5 @@ def test_memory_and_sockets_give_the_same_bytes(script, tmp_path):
     flags += {"ppo_ddp.py": " --num-steps 32", "sac_ddp.py": " --learning-starts 600 --batch-size 32"}[script]
     memory = run(script, 2, flags, tmp_path / "memory", dtype="float32")
     sockets = run(script, 2, f"{flags} --no-shared-memory", tmp_path / "sockets", dtype="float32")
-    assert "2 process(es), cpu, through sockets (they are off)" in sockets.out
+    assert "2 process(es), cpu, through sockets (it is off)" in sockets.out
     assert memory.rows == sockets.rows and "through s" in memory.out

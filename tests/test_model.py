@@ -85,6 +85,8 @@ def test_a_models_flags_are_defaults(tmp_path):
     assert parse(dqn_ddp.Args, [f"--load_model={words[1]}"]).dueling
     own = parse(ppo_ddp.Args, [*words, "--env-id", "Acrobot-v1", "--no-norm-obs", "--network", "auto"])
     assert own == ppo_ddp.Args(env_id="Acrobot-v1", load_model=words[1])
+    torch.save({"args": {"network": "my_own", "norm_obs": 3}}, tmp_path / "other.pt")
+    assert parse(ppo_ddp.Args, ["--load-model", str(tmp_path / "other.pt")]).network == "auto"
     with pytest.raises(BadInput, match="^--load-model nothing.pt: cannot be read"):
         parse(ppo_ddp.Args, ["--load-model", "nothing.pt"])
 

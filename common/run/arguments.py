@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -187,7 +187,10 @@ def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
             raise BadInput(f"{name} {value or following}: takes no value; write {switch} or --no-{switch[2:]}.")
     types, texts = get_type_hints(args, include_extras=True), help_texts(args)
     fields = {field.name: field.default for field in dataclasses.fields(args)}
-    fields |= {name: value for name, value in flags_of_model(words).items() if type(fields.get(name)) is type(value)}
+    for name, value in flags_of_model(words).items():
+        choices = get_args(types[name]) if get_origin(types.get(name)) is Literal else (value,)
+        if type(fields.get(name)) is type(value) and value in choices:
+            fields[name] = value
     groups = {title: [name for name in names.split() if name in fields] for title, names in GROUPS.items()}
     groups["algorithm"] = [name for name in fields if name not in sum(groups.values(), [])]
     nested = []  # tyro shows a nested dataclass as a group of its own

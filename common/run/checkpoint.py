@@ -61,7 +61,7 @@ class Checkpoints:
         # three ranks' numbers are added in an order that moves with DDP's buckets, which each start lays out anew
         needed = f"set with --checkpoint-every on {world.world_size} processes, to 4, 8, ..."
         require(world.sharded or world.world_size <= 2, "--shards", args.shards, needed)
-        run_dir, manifests = from_rank_0(world, self._find)  # collective
+        run_dir, manifests, longer = from_rank_0(world, self._find)  # collective
         self.dir = run_dir / "checkpoints"
         if not all(world.gather_objects((run_dir / "config.json").exists())):  # collective
             raise BadInput(f"--run-dir {run_dir}: is not there for all ranks; checkpoints need a shared file system.")
@@ -74,15 +74,18 @@ class Checkpoints:
                 self._read(manifest)  # collective
                 return
             logger.note(f"{next(filter(None, faults))}: looking for an older checkpoint")
+        if longer:
+            fault = f"{run_dir} holds no whole checkpoint from which a longer run could go on"
+            raise BadInput(f"--total-timesteps {args.total_timesteps}: {fault}; name another --run-dir.")
         if logger.enabled and logger.resumed:
             logger.note(f"{run_dir} holds no whole checkpoint: the run begins again")
             logger.begin()
 
-    def _find(self) -> tuple[Path, list[dict[str, Any]] | None]:
-        """Rank 0: the run directory, and the manifests there, the newest first; None of a finished run."""
+    def _find(self) -> tuple[Path, list[dict[str, Any]] | None, bool]:
+        """Rank 0: the run directory; its manifests, the newest first, None of a finished run; if it gets longer."""
         run_dir, logger, manifests = self.logger.dir.absolute(), self.logger, []
         if logger.finished:
-            return run_dir, None
+            return run_dir, None, False
         found = (run_dir / "checkpoints").glob("*") if logger.resumed else ()
         for folder in sorted((x for x in found if x.name.isdigit()), key=lambda x: int(x.name), reverse=True):
             try:
@@ -103,7 +106,7 @@ class Checkpoints:
             manifests.append(manifest)
         for part in (run_dir / "checkpoints").glob("*.part"):  # of a killed attempt, which may fill the disk
             shutil.rmtree(part, ignore_errors=True)
-        return run_dir, manifests
+        return run_dir, manifests, logger.resumed and logger.longer
 
     def _replay_files(self, folder: Path) -> Iterator[tuple[Path, Iterator[memoryview]]]:
         """This rank's files of the replay buffer, one for each shard, and the memory that each holds."""

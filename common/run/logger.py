@@ -77,7 +77,7 @@ class Logger:
             fault = "holds a run already; name a new directory, or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: {fault}.")
         self.resumed = args.resume and "config.json" in self.present
-        self.finished = False
+        self.finished = self.longer = False
         opened.push(self._end)
         sources, self.changes = source_record(Path(file))
         environment = environment_record(world) | sources
@@ -88,15 +88,16 @@ class Logger:
             except ValueError as error:
                 raise BadInput(f"--run-dir {self.dir}: its config.json is damaged; name another.") from error
             require_same_run(self.dir, self.config, self.record)
-            longer = self.config["args"]["total_timesteps"] < args.total_timesteps
-            self.finished = "finished" in self.present and not longer
+            self.longer = self.config["args"]["total_timesteps"] < args.total_timesteps
+            self.finished = "finished" in self.present and not self.longer
         else:
             self.begin()
         if args.tensorboard and not self.finished:
             self.trackers.append(TensorBoard(self.dir, self.resumed, self.note))
         if args.track:  # a finished run's too, which may not have sent all
+            same_run = self.resumed and not self.longer  # wandb keeps the rows at the old end
             try:
-                self.trackers.append(Wandb(args, file, self.dir, environment, self.resumed, self.note))
+                self.trackers.append(Wandb(args, file, self.dir, environment, same_run, self.note))
             except BadInput as error:
                 if not self.resumed:
                     raise
@@ -132,7 +133,6 @@ class Logger:
         self._write_config(self.config, f"changes-{global_step}.diff")
 
     def _write_config(self, config: Mapping[str, Any], name_of_changes: str) -> None:
-        (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
         write_whole(self.dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         if self.changes:
             write_whole(self.dir / name_of_changes, self.changes.encode())
@@ -145,6 +145,7 @@ class Logger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make metrics.csv what it was, and send trackers what they lack of it; the clock goes on from there."""
         if self.enabled:
+            (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
             path = self.dir / "metrics.csv"
             write_whole(path, state["metrics"].encode())
             self.metrics_stat = path.stat()

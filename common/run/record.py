@@ -86,7 +86,7 @@ def environment_record(world: World) -> dict[str, Any]:
     about = processor()
     if world.device.type == "cuda":
         about["device"] = f"{torch.cuda.get_device_name(world.device)}; {about['device']}"
-        about["arithmetic"] |= {"cudnn": torch.backends.cudnn.version(), "nccl": torch.cuda.nccl.version()}
+        about["arithmetic"] |= {"cudnn": torch.backends.cudnn.version(), "nccl": [*torch.cuda.nccl.version()]}
         about["arithmetic"] |= {"cuda": torch.version.cuda, "driver": torch._C._cuda_getDriverVersion()}
     blas = [
         f"{x.get('internal_api')} {x.get('version')} {x.get('architecture')}, {x['num_threads']} threads"
