@@ -244,7 +244,7 @@ def write_slowly(run_dir) -> None:
     world, args = World(cuda=False), ppo_ddp.Args(checkpoint_every=512, timeout=2.0, run_dir=str(run_dir))
     (run_dir / "config.json").touch()
     record = {"script": "ppo_ddp", "world_size": 2, "args": vars(args)} | dict.fromkeys(MACHINE, {})
-    facts = {"resumed": False, "finished": False, "dir": run_dir, "columns": (), "note": print}
+    facts = {"resumed": False, "finished": False, "longer": False, "dir": run_dir, "columns": (), "note": print}
     logger = SimpleNamespace(enabled=world.rank == 0, record=record, state_dict=dict, load_state_dict=len, **facts)
     with world.process_group(200.0), world.watchdog.watching(args.timeout):  # to meet may take longer
         replay = Slow(world.rank)

@@ -211,9 +211,8 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     ],
     "main": [],
     "train": [
-        "ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn",
         "if run.boundary(iteration * batch_size, act):",
-        "options = {'gradient_as_bucket_view': True, 'static_graph': True}",
+        "options = {'gradient_as_bucket_view': run.device.type == 'cpu', 'static_graph': True}",
         "parts = rollouts = batches = None",
     ],
 }
