@@ -197,7 +197,7 @@ def collect(args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: t
         # all environments' noise is drawn on every rank, each takes its own
         if step == first_step or step % NOISE_STEPS == 0:
             noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
-            q_values = acting.refresh(obs)  # sees new parameters and buffers at once, new attributes from here
+            q_values = acting.refresh(obs)
         progress = step * args.num_envs / max(1.0, args.exploration_fraction * run.last_step)
         epsilon = linear_schedule(args.start_e, args.end_e, progress)
         explore, choice = noise[step % NOISE_STEPS]
@@ -285,7 +285,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     acting = Acting(q_network, world, envs.shards, run.logger.note, run.graphed(q_network))
 
     def act(obs: np.ndarray) -> np.ndarray:
-        """Greedy actions for evaluation, by the network itself."""
+        """Greedy actions for evaluation."""
         return acting.network(obs).argmax(-1)
 
     schedules = {"per_beta": args.prioritized, "exploration_fraction": args.exploration_fraction}

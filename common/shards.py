@@ -110,7 +110,7 @@ def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
 def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
     """Add (n,) of all ranks in place, along a binary tree over their numbers."""
     if world.memory:
-        for part in buffer.split(SLOT // 8):
+        for part in buffer.split(SLOT // 8):  # numbers of at most 8 bytes
             table = torch.from_numpy(world.memory.gather(part.view(torch.uint8).numpy()))  # collective
             part.copy_(tree_sum([*table.view(buffer.dtype)]))
         return
