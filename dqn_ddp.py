@@ -268,7 +268,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     def update(batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
         """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""
         stats = []
-        for batch in batches:  # one per shard; DDP's hook keeps the gradients of earlier ones over `zero_grad`
+        for batch in batches:  # one per shard; hooks keep the gradients of earlier ones over `zero_grad`
             with torch.no_grad():
                 next_q = q_network(batch.next_obs) if args.double_q else None
                 td_target = compute_td_target(batch.rewards, batch.discounts, target_network(batch.next_obs), next_q)

@@ -337,7 +337,7 @@ def gradient_step(
 ) -> list[dict[str, torch.Tensor]]:
     """One optimiser step on a minibatch of each shard of this rank -> what the loss reports for each."""
     stats = []
-    for minibatch in minibatches:  # one per shard; DDP's hook keeps the gradients of earlier ones over `zero_grad`
+    for minibatch in minibatches:  # one per shard; hooks keep the gradients of earlier ones over `zero_grad`
         loss, mb_stats = loss_fn(minibatch)
         optimizer.zero_grad()
         loss.backward()  # collective

@@ -297,7 +297,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     def critic_update(batches: list[Batch], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""
         stats, alpha = [], log_alpha.detach().exp()
-        # one per shard; DDP's hook keeps the gradients of earlier ones over `zero_grad`
+        # one per shard; hooks keep the gradients of earlier ones over `zero_grad`
         for batch, next_noise in zip(batches, noise, strict=True):
             with torch.no_grad():
                 next_actions, next_logprob = actor(batch.next_obs, next_noise)

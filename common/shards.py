@@ -3,11 +3,10 @@
 Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them; a
 process holds neighbouring shards. Arithmetic that rounds differently in another shape is done for each shard alone.
 Sums over shards have one order: gradients are added along a binary tree (here), all else along a table of all shards
-(`World.gather_shards`). Without `--shards` each process is one shard, and DDP averages the gradients.
+(`World.gather_shards`). Without `--shards` each process is one shard, and DDP averages the gradients alone.
 """
 # no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
 
-from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -47,40 +46,42 @@ def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: W
 
 
 def average_over_shards(loss: nn.Module, world: World) -> None:
-    """Let DDP average the gradients of a wrapped `loss` over all shards with `--shards`, otherwise over processes.
+    """Average the gradients of `loss` over all shards with `--shards`; otherwise DDP does so over processes.
 
     Each shard of this process has its own backward, with gradients zeroed before it. Gradients are valid only after
     the last shard's backward. They are added along a binary tree over the shards' numbers, the upper levels of which
-    are between processes.
-    Raises `BadInput` for a module that would make the result depend on the number of processes.
+    are between processes: DDP's part. Raises `BadInput` for a module that would make the result depend on the number
+    of processes.
     """
-    if world.uses_ddp:
+    if world.uses_ddp or world.sharded:
         require_same_on_any_process(loss)
-    if not isinstance(loss, DDP):
-        return
-    loss._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # it waits for the GPU now and then, which a graph may not
-    if not (world.sharded or world.memory):
-        return
-    earlier = defaultdict(list)  # gradients of this step's earlier shards; by parameter, since DDP rearranges buckets
 
-    def hook(_, bucket):
+    def add_shards(parameter):
+        parts = world.gradients[parameter]
+        parts.append(parameter.grad)
+        parameter.grad = None
+        if len(parts) == len(world.shards):
+            parameter.grad = tree_sum(parts)
+            parts.clear()
+            if not world.uses_ddp:
+                parameter.grad /= world.num_shards
+
+    def add_processes(_, bucket):
         buffer, future = bucket.buffer(), torch.futures.Future()
-        gradients, last = {}, True
-        if len(world.shards) > 1:
-            gradients = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))  # views of the buffer
-            last = all(len(earlier[parameter]) == len(world.shards) - 1 for parameter in gradients)
-        for parameter, gradient in gradients.items():
-            if last:
-                gradient.copy_(tree_sum([*earlier.pop(parameter), gradient]))
-            else:
-                earlier[parameter].append(gradient.clone())
-        if last:
+        if len(world.shards) == 1 or not any(map(world.gradients.get, bucket.parameters())):  # the last shard's
             sum_over_ranks(buffer, world)  # collective
             buffer /= world.num_shards
         future.set_result(buffer)
         return future
 
-    loss.register_comm_hook(None, hook)
+    for parameter in loss.parameters() if len(world.shards) > 1 else ():
+        if parameter.requires_grad and parameter not in world.gradients:  # losses may share it
+            parameter.register_post_accumulate_grad_hook(add_shards)  # before DDP sees the gradient
+            world.gradients[parameter] = []
+    if isinstance(loss, DDP):
+        loss._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # it waits for the GPU now and then, which a graph may not
+        if world.sharded or world.memory:
+            loss.register_comm_hook(None, add_processes)
 
 
 def require_same_on_any_process(loss: nn.Module) -> None:
