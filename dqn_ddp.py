@@ -302,7 +302,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if updates and global_step > max(args.learning_starts, args.num_envs * args.n_step):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in updates:
-                batches = rb.sample(args.batch_size, generator, device, beta)  # collective
+                batches = run.upload(rb.sample(args.batch_size, generator, beta))  # collective
                 stats = update(batches)  # collective
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))

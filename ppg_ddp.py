@@ -308,13 +308,13 @@ class AuxLoss(nn.Module):
 class Rollout(NamedTuple):
     """What n environments gave in an iteration, as views of memory that the next one uses again."""
 
-    obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
+    obs: np.ndarray | torch.Tensor  # (num_steps, n, *shape) as the environments give them; images on the device
+    features: torch.Tensor | None  # (num_steps, n, num_features), of images
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
     reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, if their deviation scales rewards
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
-    features: torch.Tensor | None  # (num_steps, n, num_features), of images
     next_obs: np.ndarray  # (n, *shape)
     final_obs: list[np.ndarray]  # the last observations there, in the order of `truncations`
     phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the whole policy phase; `obs` is its newest part
@@ -339,8 +339,7 @@ def learning_batch(
     next_value, final_values = np.split(last_values, [n])
     rewards[rollout.truncations] += args.gamma * final_values  # truncation bootstraps, termination does not
     old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
-    advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
-    advantages = run.tensor(advantages.ravel())
+    advantages = run.tensor(compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda).ravel())
     return Batch(obs, actions, logprobs, values, advantages + values, advantages)
 
 
@@ -361,17 +360,18 @@ def collect(
         # all environments' noise is drawn on every rank, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
-        final_obs = {}  # of truncated episodes, by step and environment
+        images, final_obs = run.device_memory(obs), {}  # of truncated episodes, by step and environment
         policy = acting.refresh(obs_moments.normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if features is None:
                     pi = policy(obs_moments.normalized(next_obs))
-                else:  # which are kept, not computed twice
-                    outputs = [acting.forward(run.tensor(next_obs[part])) for part in envs.shards]
+                else:  # a GPU gets images once, and features are computed once
+                    images[step] = run.tensor(obs[step])
+                    outputs = [acting.forward(images[step, part]) for part in envs.shards]
                     features[step] = torch.cat([feature for _, feature in outputs])
-                    pi = np.concatenate([pi.cpu().numpy() for pi, _ in outputs])
+                    pi = torch.cat([pi for pi, _ in outputs]).cpu().numpy()
                 actions[step] = agent.sample(pi, noise[step])
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
                 for i in truncations[step].nonzero()[0]:
@@ -381,9 +381,9 @@ def collect(
         rollouts = []
         for part in envs.shards:
             finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
-            arrays = (x[:, part] for x in (obs, actions, learned, reward_sums, dones, truncations))
-            kept = None if features is None else features[:, part]
-            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals, phase_obs[:, :, part]))
+            seen = (obs[:, part], None) if features is None else (images[:, part], features[:, part])
+            arrays = (x[:, part] for x in (actions, learned, reward_sums, dones, truncations))
+            rollouts.append(Rollout(*seen, *arrays, next_obs[part], finals, phase_obs[:, :, part]))
         yield rollouts
 
 
@@ -395,15 +395,15 @@ class Phase:
     ) -> None:
         self.obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # a view; maybe more than a GPU holds
         self.returns = returns  # (K * n,)
-        self.to_input = lambda x: run.tensor(obs_moments.normalized(x))
+        self.to_device = lambda obs, *more: run.tensors(obs_moments.normalized(obs), *more)
         with torch.no_grad():
             parts = (part.reshape(-1, *part.shape[2:]) for part in np.split(self.obs, args.num_aux_minibatches))
-            self.old_pi = torch.cat([agent(self.to_input(part))[0] for part in parts])  # (K * n, .), to be kept
+            self.old_pi = torch.cat([agent(*self.to_device(part))[0] for part in parts])  # (K * n, .), to be kept
 
     def take(self, inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """obs, returns and old_pi of the transitions of these indices (b,)."""
-        n, here = self.obs.shape[1], inds.to(self.returns.device)
-        return self.to_input(self.obs[inds // n, inds % n]), self.returns[here], self.old_pi[here]
+        obs, inds = self.to_device(self.obs[np.divmod(inds.numpy(), self.obs.shape[1])], inds)
+        return obs, self.returns[inds], self.old_pi[inds]
 
 
 # ALGO LOGIC: update

@@ -251,13 +251,13 @@ class PPOLoss(nn.Module):
 class Rollout(NamedTuple):
     """What n environments gave in an iteration, as views of memory that the next one uses again."""
 
-    obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
+    obs: np.ndarray | torch.Tensor  # (num_steps, n, *shape) as the environments give them; images on the device
+    features: torch.Tensor | None  # (num_steps, n, num_features), of images
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
     reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, if their deviation scales rewards
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
-    features: torch.Tensor | None  # (num_steps, n, num_features), of images
     next_obs: np.ndarray  # (n, *shape)
     final_obs: list[np.ndarray]  # the last observations there, in the order of `truncations`
 
@@ -281,8 +281,7 @@ def learning_batch(
     next_value, final_values = np.split(last_values, [n])
     rewards[rollout.truncations] += args.gamma * final_values  # truncation bootstraps, termination does not
     old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
-    advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
-    advantages = run.tensor(advantages.ravel())
+    advantages = run.tensor(compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda).ravel())
     return Batch(obs, actions, logprobs, values, advantages + values, advantages)
 
 
@@ -303,17 +302,18 @@ def collect(
         # all environments' noise is drawn on every rank, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
-        final_obs = {}  # of truncated episodes, by step and environment
+        images, final_obs = run.device_memory(obs), {}  # of truncated episodes, by step and environment
         policy = acting.refresh(obs_moments.normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if features is None:
                     pi = policy(obs_moments.normalized(next_obs))
-                else:  # which are kept, not computed twice
-                    outputs = [acting.forward(run.tensor(next_obs[part])) for part in envs.shards]
+                else:  # a GPU gets images once, and features are computed once
+                    images[step] = run.tensor(obs[step])
+                    outputs = [acting.forward(images[step, part]) for part in envs.shards]
                     features[step] = torch.cat([feature for _, feature in outputs])
-                    pi = np.concatenate([pi.cpu().numpy() for pi, _ in outputs])
+                    pi = torch.cat([pi for pi, _ in outputs]).cpu().numpy()
                 actions[step] = agent.sample(pi, noise[step])
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
                 for i in truncations[step].nonzero()[0]:
@@ -323,9 +323,9 @@ def collect(
         rollouts = []
         for part in envs.shards:
             finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
-            arrays = (x[:, part] for x in (obs, actions, learned, reward_sums, dones, truncations))
-            kept = None if features is None else features[:, part]
-            rollouts.append(Rollout(*arrays, kept, next_obs[part], finals))
+            seen = (obs[:, part], None) if features is None else (images[:, part], features[:, part])
+            arrays = (x[:, part] for x in (actions, learned, reward_sums, dones, truncations))
+            rollouts.append(Rollout(*seen, *arrays, next_obs[part], finals))
         yield rollouts
 
 

@@ -328,7 +328,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
         """Normal noise for the whole batch, drawn on every rank; each takes that of its places in the batch."""
         noise = torch.randn(args.batch_size, len(actor.scale), generator=generator)
-        return [noise[batch.places].to(device) for batch in batches]
+        return [noise[batch.places] for batch in batches]
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
@@ -347,14 +347,16 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if updates and global_step > max(args.learning_starts, args.num_envs):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in updates:
-                batches = rb.sample(args.batch_size, generator, device, beta)  # collective
-                stats = critic_update(batches, draw_noise(batches))  # collective
+                batches = rb.sample(args.batch_size, generator, beta)  # collective
+                actor_updates = args.policy_frequency if k % args.policy_frequency == 0 else 0  # makes up for the delay
+                noise = [draw_noise(batches) for _ in range(1 + actor_updates)]
+                batches, noise = run.upload((batches, noise))
+                stats = critic_update(batches, noise[0])  # collective
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
                 run.means.add(stats)
-                if k % args.policy_frequency == 0:
-                    for _ in range(args.policy_frequency):  # makes up for the delay
-                        run.means.add(actor_update([x.obs for x in batches], draw_noise(batches)))  # collective
+                for actor_noise in noise[1:]:
+                    run.means.add(actor_update([x.obs for x in batches], actor_noise))  # collective
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)

@@ -316,6 +316,7 @@ def replay_latency(repetitions: int) -> None:
 
     from common.distributed import World
     from common.replay import ReplayBuffer
+    from common.tensors import upload
 
     torch.set_num_threads(1)
     world, space, generator = World(cuda=False), Box(-1, 1, (4,), np.float32), torch.Generator()
@@ -329,7 +330,7 @@ def replay_latency(repetitions: int) -> None:
         times: dict[str, list[float]] = {"sample": [], "update": []}
         for _ in range(1000 * repetitions):
             start = time.perf_counter()
-            (data,) = rb.sample(128, generator, world.device)
+            (data,) = upload(rb.sample(128, generator), world.device)
             middle = time.perf_counter()
             rb.update_priorities(data.indices, data.rewards)
             times["sample"].append(middle - start)

@@ -18,7 +18,8 @@ from torch import fx, nn
 
 from common.distributed import World
 from common.errors import Fault
-from common.shards import per_shard, to_tensor
+from common.shards import per_shard
+from common.tensors import to_tensor, upload
 
 
 class Acting:
@@ -39,7 +40,8 @@ class Acting:
     def network(self, *inputs: np.ndarray) -> np.ndarray:
         """The module itself, on its device: arrays (n, ...) -> an array (n, ...)."""
         with torch.inference_mode():
-            return first_result(self.forward(*(to_tensor(x, self.world.device) for x in inputs))).cpu().numpy()
+            tensors = upload([to_tensor(x) for x in inputs], self.world.device)
+            return first_result(self.forward(*tensors)).cpu().numpy()
 
     def refresh(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
         """Returns the function that acts for all environments here, after a comparison with the module on `inputs`.

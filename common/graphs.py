@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from common.distributed import World
 from common.errors import BadInput
+from common.tensors import tensors_of
 
 WARMUP = 11  # calls before anything is recorded: DDP needs so many (PyTorch's notes on CUDA graphs)
 MOST = 64  # recordings of one function
@@ -70,16 +71,6 @@ class Graphed:
         return graph, own_inputs, outputs
 
 
-def tensors_of(nest: Any) -> list[torch.Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
-    return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
-
-
 def copies(nest: Any) -> Any:
     """The same nest of copied tensors, in the same layouts."""
     return tree_map_only(torch.Tensor, torch.clone, nest)
-
-
-def as_graph_input(number: float, device: torch.device) -> float | torch.Tensor:
-    """A number that changes from call to call: on a GPU a float32 tensor, since a graph would keep a number."""
-    return number if device.type == "cpu" else torch.tensor(number, dtype=torch.float32, device=device)

@@ -20,7 +20,7 @@ import torch
 from common.distributed import World
 from common.errors import Fault
 from common.machine import free_memory, require_memory
-from common.shards import to_tensor
+from common.tensors import to_tensor
 
 BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
 
@@ -181,9 +181,7 @@ class ReplayBuffer:
         self.priorities.reshape(-1)[at] = values
         self.touched.append(at // BLOCK)
 
-    def sample(
-        self, batch_size: int, generator: torch.Generator, device: torch.device, beta: float = 1.0
-    ) -> list[Batch]:
+    def sample(self, batch_size: int, generator: torch.Generator, beta: float = 1.0) -> list[Batch]:
         """`batch_size` stratified draws from the buffer of all ranks -> what each of this rank's shards has of them.
 
         Weights are (count p / sum p)^-beta, divided by the largest such weight in the buffer. Every rank must call.
@@ -214,10 +212,10 @@ class ReplayBuffer:
             else:
                 indices = self._find(targets, local, block_ends[local])
                 weights = (self.priorities.reshape(-1)[self._at(indices)] / smallest) ** -beta
-            batches.append(self._batch(places, indices, weights, device))
+            batches.append(self._batch(places, indices, weights))
         return batches
 
-    def _batch(self, places: np.ndarray, indices: np.ndarray, weights: np.ndarray, device: torch.device) -> Batch:
+    def _batch(self, places: np.ndarray, indices: np.ndarray, weights: np.ndarray) -> Batch:
         env, place = np.divmod(indices, self.capacity)
         # n-step returns, which stop at an end
         time = self.time - 1 - (self.time - 1 - place) % self.capacity
@@ -237,12 +235,12 @@ class ReplayBuffer:
         return Batch(
             places=places,
             indices=indices,
-            weights=to_tensor(weights.astype(float_dtype), device),
-            obs=to_tensor(self._observations(env, time), device),
-            actions=to_tensor(self.actions[env, place], device),
-            rewards=to_tensor(rewards.astype(float_dtype), device),
-            discounts=to_tensor(discounts.astype(float_dtype), device),
-            next_obs=to_tensor(next_obs, device),
+            weights=to_tensor(weights.astype(float_dtype)),
+            obs=to_tensor(self._observations(env, time)),
+            actions=to_tensor(self.actions[env, place]),
+            rewards=to_tensor(rewards.astype(float_dtype)),
+            discounts=to_tensor(discounts.astype(float_dtype)),
+            next_obs=to_tensor(next_obs),
         )
 
     def _sum_blocks(self) -> None:

@@ -18,30 +18,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.distributed import World
 from common.errors import BadInput
 from common.memory import SLOT
-
-
-def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a dense tensor that begins at a multiple of 64 bytes; on a CPU, a copy only if needed.
-
-    MKL rounds some products differently at another address, and a slice of an array may begin anywhere. Images
-    (n, channels, height, width) keep their order in memory.
-    """
-    channels_last = array.ndim == 4 and array.strides[1] < array.strides[3]
-    tensor = torch.from_numpy(np.ascontiguousarray(np.moveaxis(array, 1, -1) if channels_last else array))
-    if device.type != "cpu":
-        tensor = tensor.to(device)
-    elif tensor.data_ptr() % 64:
-        tensor = tensor.clone()
-    return tensor.movedim(-1, 1) if channels_last else tensor
+from common.tensors import to_tensor
 
 
 def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: World) -> Callable[..., np.ndarray]:
     """`function` of arrays (n, ...), called with each shard's slice alone -> its results, one after another."""
     if not world.sharded:
         return function
-    cpu = torch.device("cpu")
     return lambda *inputs: np.concatenate(
-        [function(*(to_tensor(x[shard], cpu).numpy() for x in inputs)) for shard in shards]
+        [function(*(to_tensor(x[shard]).numpy() for x in inputs)) for shard in shards]
     )
 
 

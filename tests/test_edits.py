@@ -206,7 +206,7 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
     "collect": [  # PPG's observations are those of a whole phase
         "obs = envs.storage(*shape)",
-        "rollouts.append(Rollout(*arrays, kept, next_obs[part], finals))",
+        "rollouts.append(Rollout(*seen, *arrays, next_obs[part], finals))",
         "while True:",
     ],
     "main": [],

@@ -13,7 +13,6 @@ from common.errors import BadInput, Fault
 from common.replay import ReplayBuffer
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
-CPU = torch.device("cpu")
 
 
 class FakeWorld:
@@ -50,12 +49,12 @@ def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: fl
     for buffer in buffers:
         buffer.world.table = None
         try:
-            buffer.sample(batch_size, torch.Generator().manual_seed(seed), CPU, beta)
+            buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta)
         except Waiting as waiting:
             rows += [*waiting.args[0]]
     for buffer in buffers:
         buffer.world.table = np.array(rows)
-    return [x for buffer in buffers for x in buffer.sample(batch_size, torch.Generator().manual_seed(seed), CPU, beta)]
+    return [x for buffer in buffers for x in buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta)]
 
 
 def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.1) -> None:
@@ -188,7 +187,7 @@ def test_images_as_they_lie_in_memory():
         assert array.flags.c_contiguous and copy.flags.c_contiguous
         copy[:] = array
     assert last.observed.strides[2] < last.observed.strides[-1] and len(last.final_obs) == 3
-    batches = [buffer._batch(np.arange(24), np.arange(24), np.ones(24), CPU) for buffer in (first, last, restored)]
+    batches = [buffer._batch(np.arange(24), np.arange(24), np.ones(24)) for buffer in (first, last, restored)]
     for batch in batches[1:]:
         assert batch.obs.equal(batches[0].obs) and batch.next_obs.equal(batches[0].next_obs)
     assert batches[0].next_obs.float().std() > 50

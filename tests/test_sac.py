@@ -99,9 +99,9 @@ def test_beta_rises_to_one(module, tmp_path, monkeypatch):
     """Linearly over the budget, in transitions of all ranks."""
     sample, betas = module.ReplayBuffer.sample, []
 
-    def record(self, batch_size, generator, device, beta):
+    def record(self, batch_size, generator, beta):
         betas.append(beta)
-        return sample(self, batch_size, generator, device, beta)
+        return sample(self, batch_size, generator, beta)
 
     monkeypatch.setattr(module.ReplayBuffer, "sample", record)
     flags = {"learning_starts": 40, "total_timesteps": 80, "batch_size": 8, "eval_every": 0, "cuda": False}

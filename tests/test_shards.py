@@ -13,7 +13,8 @@ from common.distributed import World
 from common.errors import BadInput
 from common.normalization import RunningMoments, standardized
 from common.replay import BLOCK, ReplayBuffer
-from common.shards import average_over_shards, per_shard, to_tensor, tree_sum
+from common.shards import average_over_shards, per_shard, tree_sum
+from common.tensors import to_tensor
 from runs import finish, run, start
 
 PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
@@ -226,7 +227,7 @@ def test_a_shard_gives_the_same_whichever_others_are_here():
         buffer.start(np.zeros((len(buffer.envs), 2)))
         buffer.time = size
         buffer._set_priorities(np.arange(len(values)), values)
-        buffer.sample(16, torch.Generator().manual_seed(0), torch.device("cpu"))
+        buffer.sample(16, torch.Generator().manual_seed(0))
         buffer.world.rows[:, 1:] = 0.0  # minima and maxima, which are exact in any order
     assert_same_parts(all_of, each)
 
@@ -242,10 +243,10 @@ def test_what_a_shard_computes_begins_at_a_multiple_of_64_bytes(offset):
     """Wherever its rows begin, since products round by the address; what has such an address already is no copy."""
     memory = torch.zeros(64).numpy()
     rows = memory[offset // 4 : offset // 4 + 14].reshape(2, 7)
-    assert to_tensor(rows, torch.device("cpu")).data_ptr() % 64 == 0
-    assert np.shares_memory(to_tensor(rows, torch.device("cpu")).numpy(), memory) == (offset == 0)
+    assert to_tensor(rows).data_ptr() % 64 == 0
+    assert np.shares_memory(to_tensor(rows).numpy(), memory) == (offset == 0)
     strided = torch.zeros(3, 32).numpy()[:, offset // 4 : offset // 4 + 7]  # such as the rows of one environment
-    assert to_tensor(strided, torch.device("cpu")).is_contiguous()
+    assert to_tensor(strided).is_contiguous()
     addresses = []
     per_shard(lambda x: addresses.append(x.ctypes.data % 64) or x, [slice(0, 1), slice(1, 2)], World(False, 2))(rows)
     assert addresses == [0, 0]

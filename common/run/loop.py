@@ -14,12 +14,13 @@ from torch import nn
 from common.environments import Environments
 from common.episodes import evaluate
 from common.errors import BadInput
-from common.graphs import as_graph_input, graphed
+from common.graphs import graphed
 from common.run.arguments import RunArgs
 from common.run.checkpoint import Checkpoints, load_model
 from common.run.logger import Logger
-from common.shards import average_over_shards, to_tensor
+from common.shards import average_over_shards
 from common.state import check_equal
+from common.tensors import to_tensor, upload
 
 Act = Callable[[np.ndarray], np.ndarray]
 Numbers = dict[str, float]  # by name
@@ -70,14 +71,17 @@ class Means:
             self._sum()
 
     def _sum(self) -> None:
-        names = dict.fromkeys(name for stats in self.waiting for name in stats[0])
+        names, places, means = dict.fromkeys(name for stats in self.waiting for name in stats[0]), [], []
         for name in names:
             stats = [x for x in self.waiting if name in x[0]]
             self.counts[name] += len(stats)
             for sums, parts in zip(self.sums, zip(*stats, strict=True), strict=True):
                 values = torch.stack([part[name] for part in parts]).double().reshape(len(parts), -1)
-                for value in values.mean(-1).tolist():
-                    sums[name] += value
+                means.append(values.mean(-1))
+                places += [(sums, name)] * len(parts)
+        if means:  # which come from a GPU in one copy
+            for (sums, name), value in zip(places, torch.cat(means).tolist(), strict=True):
+                sums[name] += value
         self.waiting = []
 
     def row(self) -> Numbers:
@@ -155,11 +159,24 @@ class Run:
 
     def number(self, number: float) -> float | torch.Tensor:
         """A number that changes from call to call of a `graphed` function, which would otherwise keep the first."""
-        return as_graph_input(number, self.device)
+        return number if self.device.type == "cpu" else self.upload(torch.tensor(number, dtype=torch.float32))
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """The array on this process's device."""
-        return to_tensor(array, self.device)
+    def tensor(self, array: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """The array on this process's device, or the tensor, which is there."""
+        return array if isinstance(array, torch.Tensor) else self.upload(to_tensor(array))
+
+    def tensors(self, *arrays: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
+        """Arrays, and tensors of this process's memory, on its device, in one copy."""
+        return self.upload([to_tensor(x) if isinstance(x, np.ndarray) else x for x in arrays])
+
+    def device_memory(self, array: np.ndarray) -> torch.Tensor:
+        """Memory of the array's shape and layout on this process's device; a CPU's is the array's own."""
+        own = torch.from_numpy(array)
+        return own if self.device.type == "cpu" else torch.empty_like(own, device=self.device)
+
+    def upload(self, nest: Any) -> Any:
+        """Nested lists, tuples and dicts with tensors -> the same on this process's device, in one copy."""
+        return upload(nest, self.device)
 
     def begin(self, act: Act, last_step: int, schedules: Mapping[str, float]) -> None:
         """Go on from a checkpoint or load a model, and evaluate `act` before anything is learned.
