@@ -434,7 +434,7 @@ def train(args: Args, run: Run) -> None:
             parts = rollouts = batches = None  # frees their memory before `collect` takes as much again
             experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        rates = [run.number(fraction * rate) for rate in initial_rates]
+        rates = run.upload([run.number(fraction * rate) for rate in initial_rates])
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective

@@ -158,8 +158,8 @@ class Run:
         return graphed(self.args.cuda_graphs, self.world, function, *optimizers)
 
     def number(self, number: float) -> float | torch.Tensor:
-        """A number that changes from call to call of a `graphed` function, which would otherwise keep the first."""
-        return number if self.device.type == "cpu" else self.upload(torch.tensor(number, dtype=torch.float32))
+        """To be uploaded: a number that changes from call to call of a `graphed` function, which would keep another."""
+        return number if self.device.type == "cpu" else torch.tensor(number, dtype=torch.float32)
 
     def tensor(self, array: np.ndarray | torch.Tensor) -> torch.Tensor:
         """The array on this process's device, or the tensor, which is there."""
