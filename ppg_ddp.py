@@ -535,7 +535,7 @@ def train(args: Args, run: Run) -> None:
         # update; all environments' random numbers are drawn on every rank, as the noise is
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         draws = draws[:, world.local_slice(args.num_envs)]
-        inds = [minibatch_inds(draws[:, part], args.num_minibatches).to(run.device) for part in envs.shards]
+        inds = run.upload([minibatch_inds(draws[:, part], args.num_minibatches) for part in envs.shards])
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective

@@ -213,7 +213,7 @@ def collect(
         if step == first_step or step % 64 == 0:  # now and then the numpy policy is compared with the actor
             policy = acting.refresh(obs, noise.numpy())
         if uniform:
-            actions = (actor.bias + actor.scale * (2 * noise.to(run.device) - 1)).cpu().numpy()
+            actions = (actor.bias + actor.scale * (2 * run.upload(noise) - 1)).cpu().numpy()
         else:
             actions = policy(obs, noise.numpy())
 

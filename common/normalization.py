@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from common.distributed import World
+from common.tensors import upload
 
 
 class RunningMoments:
@@ -83,7 +84,7 @@ def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
         sums.append(torch.stack([x.sum(-1), (x**2).sum(-1)]).flatten().cpu().numpy())
     first, second = world.gather_shards(sums).sum(0).reshape(2, *shape, 1)  # collective
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
-    mean, std = (torch.from_numpy(y).to(parts[0]) for y in (first / count, std))
+    mean, std = upload([torch.from_numpy(y).to(parts[0].dtype) for y in (first / count, std)], parts[0].device)
     return [(x - mean) / (std + 1e-8) for x in parts]
 
 

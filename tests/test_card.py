@@ -1,0 +1,117 @@
+"""What a GPU is asked to do, tried without one: tests/card.py stands in for it. How fast it is, only a GPU can tell."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import pytest
+import torch
+from card import CARD, Card
+
+import dqn_ddp
+import ppg_ddp
+import ppo_ddp
+import sac_ddp
+from common.distributed import World
+from common.environments import Environments
+from runs import flat
+
+PPO = {"total_timesteps": 512, "num_steps": 32, "eval_every": 0}
+PPG = PPO | {"n_pi": 2, "aux_epochs": 4, "num_aux_minibatches": 4, "update_epochs": 2, "num_minibatches": 4}
+REPLAY = {"total_timesteps": 400, "learning_starts": 100, "batch_size": 16, "buffer_size": 300, "train_frequency": 4}
+REPLAY |= {"num_envs": 4, "log_every": 200, "eval_every": 0}
+PENDULUM, MINATAR, SHARDS = {"env_id": "Pendulum-v1"}, {"env_id": "MinAtar/Breakout-v1"}, {"shards": 2}
+# what crosses, most often, from one vector step or gradient step to the next
+STEPS = {("step", "step"): "", ("loss", "loss"): ""}
+LOOKS = {("step", "step"): "up down", ("loss", "loss"): ""}  # at images
+AUX = {("aux", "aux"): "up"}
+BATCH = {("step", "loss"): "up", ("loss", "step"): "down"}  # the weights that act in numpy come back
+CASES = {
+    "ppo": (ppo_ddp, PPO, STEPS),
+    "ppo box, shards": (ppo_ddp, PPO | PENDULUM | SHARDS | {"norm_obs": True, "target_kl": 0.02}, STEPS),
+    "ppo images": (ppo_ddp, PPO | MINATAR, LOOKS),
+    "ppo images, shards": (ppo_ddp, PPO | MINATAR | SHARDS | {"norm_adv": "batch"}, LOOKS),
+    "ppg": (ppg_ddp, PPG, STEPS | AUX),
+    "ppg images": (ppg_ddp, PPG | MINATAR, LOOKS | AUX),
+    "dqn": (dqn_ddp, REPLAY, BATCH),
+    "dqn prioritized": (
+        dqn_ddp,
+        REPLAY | SHARDS | {"prioritized": True, "n_step": 3, "double_q": True, "dueling": True, "max_grad_norm": 1.0},
+        {("step", "loss"): "up", ("loss", "step"): "down down down"},  # with the TD errors of each shard
+    ),
+    "dqn images": (
+        dqn_ddp,
+        REPLAY | MINATAR | {"start_e": 0.0},
+        {("step", "loss"): "up", ("loss", "step"): "up down"},
+    ),
+    "sac": (sac_ddp, REPLAY | PENDULUM, BATCH | {("loss", "loss"): ""}),
+    "sac shards": (sac_ddp, REPLAY | PENDULUM | SHARDS | {"policy_frequency": 3, "autotune": False}, BATCH),
+}
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Scripts take the stand-in for the device of every process, and float64, which hides how products are rounded."""
+    monkeypatch.setattr(World, "device", property(lambda self: CARD, lambda *_: None), raising=False)
+    optimizer = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides it
+    monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: ["cpu", CARD.type])
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # which stand-ins for tensors cannot be made in
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, device="cpu", **kwargs: tensor(*args, **kwargs).to(device))
+    torch.set_default_dtype(torch.float64)
+    yield Card()
+    torch.set_default_dtype(torch.float32)
+
+
+def read(folder):
+    """Rows of metrics without times, and the model."""
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = [{name: x for name, x in row.items() if not name.startswith("time/")} for row in csv.DictReader(file)]
+    return rows, torch.load(folder / "model.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_on_the_card(case, card, tmp_path, monkeypatch):
+    """It never mixes devices, gives the CPU's numbers, and each vector step and batch costs what it must.
+
+    All that goes up after the networks is pinned, and is not waited for.
+    """
+    module, settings, expected = CASES[case]
+    settings = {"num_threads": 1, "save_model": True} | settings
+
+    def mark(owner, name, word):
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (card.crossings.append(word), method(*args))[1])
+
+    mark(Environments, "step", "step")
+    losses = [name for name in vars(module) if name.endswith("Loss")]
+    for name in losses:
+        mark(getattr(module, name), "forward", "aux" if name == "AuxLoss" else "loss")
+    with card:
+        module.main(module.Args(run_dir=str(tmp_path / "card"), **settings))
+    crossings = " ".join(card.crossings)
+    monkeypatch.undo()
+    module.main(module.Args(run_dir=str(tmp_path / "cpu"), cuda=False, **settings))
+    (rows, model), (cpu_rows, cpu_model) = read(tmp_path / "card"), read(tmp_path / "cpu")
+    assert len(rows) == len(cpu_rows) >= 2
+    for row, cpu_row in zip(rows, cpu_rows, strict=True):
+        numbers = [{name: float(x) for name, x in part.items() if x} for part in (row, cpu_row)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6)  # learning rates are float32 on a GPU
+    model, cpu_model = dict(flat(model)), dict(flat(cpu_model))
+    torch.testing.assert_close(model, cpu_model, rtol=1e-4, atol=1e-6)
+
+    parameters = {tuple(x.shape) for x in model.values()}
+    assert card.slow and {shape for shape in card.slow if shape} <= parameters | {(1,)}
+    before_learning = crossings.split("step")[0].count("up")
+    assert len(card.slow) <= before_learning, "something went up slowly in a vector step or an update"
+    assert losses
+    between = defaultdict(Counter)
+    marks = [(i, x) for i, x in enumerate(card.crossings) if x in ("step", "loss", "aux")]
+    for (i, first), (k, then) in pairwise(marks):
+        between[first, then][" ".join(card.crossings[i + 1 : k])] += 1
+    for pair, crossed in expected.items():
+        assert between[pair].most_common(1)[0][0] == crossed, between
+        assert between[pair][crossed] >= 0.7 * between[pair].total() > 14, between
