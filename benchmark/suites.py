@@ -94,6 +94,13 @@ SUITES = {
         work(
             "dqn_ddp.py", "CartPole-v1", "--eval-every 25000 --log-every 5000 --prioritized", ONE_TO_FIVE, "prioritized"
         ),
+        work(
+            "dqn_ddp.py",
+            "CartPole-v1",
+            "--eval-every 25000 --log-every 5000 --no-anneal-lr --end-e 0.05",
+            {1: (1, 2, 3, 4, 5)},
+            "constant",
+        ),
         work("ppo_ddp.py", "Acrobot-v1", "--total-timesteps 500000 --eval-every 25000", ONE_TO_FIVE),
         work("ppg_ddp.py", "Acrobot-v1", "--total-timesteps 500000 --eval-every 25000", ONE_TO_FIVE),
         work("dqn_ddp.py", "Acrobot-v1", "--eval-every 25000 --log-every 5000", ONE_TO_FIVE),
