@@ -1,12 +1,15 @@
 """Runs a script in float64 and, if asked, with a fault on one rank: `python launcher.py SCRIPT ...`.
 
 Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@COUNT: at that rank's so-manieth gather;
-`write`: within the so-manieth file that it writes of checkpoints; `rows`: everywhere), LOCKSTEP_NOTE (a file that is
-made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end), LOCKSTEP_FSIZE (bytes after which a file
-takes no more, as on a full disk).
+`write`: within the so-manieth file that it writes of checkpoints; `rows`, `copies`, `views`: everywhere),
+LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end),
+LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk), LOCKSTEP_COUNTS (each rank writes what it
+did of CUDA graphs, by function in order, and how many functions it compiled, to this file and its rank).
 """
 
+import atexit
 import importlib
+import json
 import os
 import resource
 import signal
@@ -17,8 +20,10 @@ import torch
 
 from common import distributed, watchdog
 from common.errors import BadInput
+from common.graphs import Graphed
 from common.run import checkpoint, logger
 from common.run.launch import launch
+from common.tensors import tensors_of
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
 
@@ -90,6 +95,8 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
         module.open_environments = refuse
     if kind == "rows":  # a layer's result for one row depends on how many there are, as it may on some processor
         depend_on_rows()
+    if kind in ("copies", "views"):
+        depend_on_addresses(module, kind == "views")
     if kind == "bare":  # the loss computed outside the wrapper
         module.DDP = lambda loss, **_: loss
 
@@ -108,6 +115,41 @@ def depend_on_rows() -> None:
     torch.baddbmm = changed(torch.baddbmm, 1)
 
 
+def depend_on_addresses(module, views: bool) -> None:
+    """Round norms of gradients by where these begin, as a GPU does, with DDP's gradients as `views` of its buckets."""
+    wrapper, clip = module.DDP, torch.nn.utils.clip_grad_norm_
+
+    def clip_by_address(parameters, max_norm):
+        parameters = list(parameters)
+        odd = sum(x.grad.data_ptr() % 16 != 0 for x in parameters)
+        return clip(parameters, max_norm * (1 + 1e-4 * odd))
+
+    torch.nn.utils.clip_grad_norm_ = clip_by_address
+    module.DDP = lambda loss, **options: wrapper(loss, **options | {"gradient_as_bucket_view": views})
+
+
+def count_work(path: str) -> None:
+    """Write at the end what each graphed update did, a letter a call (eager, captured, replayed), and the compiles."""
+    call, letters = Graphed.__call__, {}
+
+    def counted(self, *inputs):
+        known = len(self.recordings)
+        out = call(self, *inputs)
+        shapes = tuple(x.shape for x in tensors_of(inputs))
+        letter = "c" if len(self.recordings) > known else "p" if shapes in self.recordings else "e"
+        letters[self] = letters.get(self, "") + letter
+        return out
+
+    Graphed.__call__ = counted
+
+    def write():
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
+        with open(f"{path}.{os.environ.get('RANK', 0)}", "w") as file:
+            json.dump({"updates": [x for f, x in letters.items() if f.optimizers], "compiled": compiled}, file)
+
+    atexit.register(write)
+
+
 def main(words: list[str]) -> None:
     torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
     script = importlib.import_module(words[0].removesuffix(".py"))
@@ -115,6 +157,8 @@ def main(words: list[str]) -> None:
     if "LOCKSTEP_FSIZE" in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(os.environ["LOCKSTEP_FSIZE"]),))
     distributed.GRACE = watchdog.GRACE = float(os.environ.get("LOCKSTEP_GRACE", watchdog.GRACE))
+    if "LOCKSTEP_COUNTS" in os.environ:
+        count_work(os.environ["LOCKSTEP_COUNTS"])
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)

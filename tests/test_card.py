@@ -73,6 +73,20 @@ def read(folder):
     return rows, torch.load(folder / "model.pt", weights_only=True)
 
 
+@pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
+def test_gradients_are_views_of_buckets_on_a_cpu_alone(case, card, tmp_path, monkeypatch):
+    """There DDP saves a copy of them; on a GPU their norm would depend on their places in a bucket."""
+    views, (module, settings, _) = [], CASES[case]
+    monkeypatch.setattr(World, "uses_ddp", property(lambda self: True, lambda *_: None), raising=False)
+    wrapper = lambda loss, **options: (views.append(options["gradient_as_bucket_view"]), loss)[1]  # noqa: E731
+    monkeypatch.setattr(module, "DDP", wrapper)
+    with card:
+        module.main(module.Args(run_dir=str(tmp_path / "card"), **settings))
+    monkeypatch.setattr(World, "device", torch.device("cpu"))
+    module.main(module.Args(run_dir=str(tmp_path / "cpu"), **settings))
+    assert views == [*[False] * (len(views) // 2), *[True] * (len(views) // 2)] != []
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_on_the_card(case, card, tmp_path, monkeypatch):
     """It never mixes devices, gives the CPU's numbers, and each vector step and batch costs what it must.

@@ -1,12 +1,13 @@
-"""What is done on a GPU: `pytest -m gpu -n 4`, on a machine with one. Two ranks share it, so gloo carries gradients.
+"""What is done on a GPU: `pytest -m gpu -n 4`, on a machine with one, which two ranks share: gloo carries gradients.
 
-Ranks with a card each (NCCL between them) need a machine with several, and are not tried here.
+Ranks with a card each, and NCCL between them, need a machine with two cards; elsewhere these cases are skipped.
 """
 
 from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -42,11 +43,13 @@ CASES = {
     "sac prioritized": ("sac_ddp.py", f"{REPLAY} --env-id Pendulum-v1 --prioritized --no-autotune"),
 }
 KEPT = "--checkpoint-every 256 --shards 2"
+TWO_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 LONG = "--total-timesteps 100000000 --num-steps 16 --num-envs 8 --eval-every 0"
 
 
 def begun(script, size, flags, run_dir, dtype="float32", **env):
-    return start(script, size, f"{flags} --timeout 200 --run-dir {run_dir}", True, LOCKSTEP_DTYPE=dtype, **env)
+    env = {"LOCKSTEP_DTYPE": dtype, "LOCKSTEP_COUNTS": f"{run_dir}.counts"} | env
+    return start(script, size, f"{flags} --timeout 200 --run-dir {run_dir}", True, **env)
 
 
 def run(script, size, flags, run_dir, dtype="float32", code=0, **env) -> Run:
@@ -56,6 +59,17 @@ def run(script, size, flags, run_dir, dtype="float32", code=0, **env) -> Run:
         device = json.loads((run_dir / "config.json").read_text())["device"]
         assert device.startswith(torch.cuda.get_device_name()) == ("--no-cuda" not in flags.split())
     return ended
+
+
+def assert_graphed(run_dir, ranks: int = 1) -> None:
+    """Most updates were replays, after recordings, at the same calls on each rank."""
+    counts = [json.loads(Path(f"{run_dir}.counts.{rank}").read_text())["updates"] for rank in range(ranks)]
+    assert counts[0] and all(x == counts[0] for x in counts)
+    assert all("c" in letters and 2 * letters.count("p") > len(letters) for letters in counts[0]), counts[0]
+
+
+def assert_compiled(run_dir) -> None:
+    assert json.loads(Path(f"{run_dir}.counts.0").read_text())["compiled"] > 0
 
 
 def assert_same_bytes(one: Run, *others: Run) -> None:
@@ -74,6 +88,7 @@ def test_a_run_repeats_and_graphs_change_nothing(case, tmp_path):
     again, graphs = tmp_path / "again", tmp_path / "graphs"
     one = run(script, 1, flags, tmp_path / "one")
     assert_same_bytes(one, run(script, 1, flags, again), run(script, 1, f"{flags} --cuda-graphs", graphs))
+    assert_graphed(graphs)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,15 +97,17 @@ def test_shards_give_the_same_bytes_on_one_rank_and_on_two(case, tmp_path):
     flags = f"{flags} --shards 2"
     one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
     assert_same_bytes(one, two, run(script, 1, f"{flags} --cuda-graphs", tmp_path / "graphs"))
+    if "--prioritized" not in flags:  # where parts of batches have many sizes, few of which return
+        assert_graphed(tmp_path / "graphs")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_and_two_agree(case, tmp_path):
-    """In float64, within 1e-9; and with the CPU's run within 1e-6, since its convolutions and sums round otherwise."""
+    """In float64, within 1e-9; and with the CPU's run within 1e-5, since a GPU's learning rates are float32."""
     script, flags = CASES[case]
     one, two = (run(script, size, flags, tmp_path / str(size), "float64") for size in (1, 2))
     assert_close(one, two)
-    assert_close(one, run(script, 1, f"{flags} --no-cuda", tmp_path / "cpu", "float64"), 1e-6, 1e-8)
+    assert_close(one, run(script, 1, f"{flags} --no-cuda", tmp_path / "cpu", "float64"), 1e-5, 1e-7)
 
 
 @pytest.mark.parametrize("graphs", ["", " --cuda-graphs"])
@@ -99,6 +116,50 @@ def test_compiled_losses_give_the_same_numbers(case, graphs, tmp_path):
     script, flags = CASES[case]
     plain = run(script, 1, flags, tmp_path / "plain", "float64")
     assert_close(plain, run(script, 1, f"{flags} --compile{graphs}", tmp_path / "compiled", "float64"), 1e-7, 1e-9)
+    assert_compiled(tmp_path / "compiled")
+    if graphs:
+        assert_graphed(tmp_path / "compiled")
+
+
+@TWO_CARDS
+@pytest.mark.parametrize("graphs", ["", " --cuda-graphs"])
+@pytest.mark.parametrize("case", ["ppo", "ppo pong", "ppg", "dqn", "sac"])
+def test_two_cards_give_the_bytes_of_one(case, graphs, tmp_path):
+    """With --shards 2: NCCL's exchange, alone and recorded, over more than 100 gradient steps."""
+    script, flags = CASES[case]
+    flags = f"{flags} --shards 2{graphs}"
+    one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
+    assert_same_bytes(one, two)
+    assert "cuda:0" in two.out and "through sockets" in two.out
+    if graphs:
+        assert_graphed(tmp_path / "2", 2)
+
+
+@TWO_CARDS
+@pytest.mark.parametrize("case", ["ppo", "sac"])
+def test_two_cards_without_shards_agree_with_one(case, tmp_path):
+    """DDP's own average by NCCL, in float64."""
+    script, flags = CASES[case]
+    assert_close(*(run(script, size, flags, tmp_path / str(size), "float64") for size in (1, 2)))
+
+
+@TWO_CARDS
+@pytest.mark.parametrize("graphs", ["", " --cuda-graphs"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+def test_two_cards_end_well(fault, graphs, tmp_path):
+    """NCCL waits for nobody: a rank that raises, dies or hangs ends the other, and its reason is printed."""
+    note = tmp_path / "hangs"
+    env = {"LOCKSTEP_FAULT": f"{fault}@1@60", "LOCKSTEP_NOTE": str(note)}
+    flags = f"{LONG}{graphs} --timeout 30"
+    process = start("ppo_ddp.py", 2, f"{flags} --run-dir {tmp_path / 'run'}", True, LOCKSTEP_DTYPE="float32", **env)
+    path = tmp_path / "run" / "metrics.csv"
+    wait_until(lambda: path.exists() and path.read_text().count("\n") > 3, process)
+    family = descendants(process)
+    ended = finish(process, tmp_path / "run", timeout=120)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive and ended.code != 0
+    said = {"raise": "ZeroDivisionError: a fault on purpose", "kill": "SIGKILL", "hang": "--timeout"}
+    assert said[fault] in ended.out + ended.err
 
 
 @pytest.mark.parametrize("script", ["ppo_ddp.py", "dqn_ddp.py"])
@@ -151,10 +212,10 @@ def test_a_run_ends_well(size, fault, code, tmp_path):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp, sac_ddp])
 def test_memory_does_not_grow(module, graphs, tmp_path, monkeypatch):
-    """The GPU's, from the second fifth of a run on, as a row is written."""
+    """What torch holds of the GPU's, from the second fifth of a run on, as a row is written."""
     held = []
     log = Logger.log
-    monkeypatch.setattr(Logger, "log", lambda *args: (held.append(torch.cuda.memory_allocated()), log(*args))[1])
+    monkeypatch.setattr(Logger, "log", lambda *args: (held.append(torch.cuda.memory_reserved()), log(*args))[1])
     sizes = {"num_envs": 8, "num_steps": 16, "total_timesteps": 128 * 100, "eval_every": 0}
     if module is ppg_ddp:
         sizes |= {"n_pi": 2, "aux_epochs": 2, "num_aux_minibatches": 4}
@@ -163,4 +224,4 @@ def test_memory_does_not_grow(module, graphs, tmp_path, monkeypatch):
     env_id = "Pendulum-v1" if module is sac_ddp else "CartPole-v1"
     module.main(module.Args(env_id=env_id, cuda_graphs=graphs, run_dir=str(tmp_path / "run"), **sizes))
     later = held[len(held) // 5 :]
-    assert len(later) > 10 and max(later) - min(later[:3]) < 2**20, held
+    assert len(later) > 10 and max(later) - min(later[:3]) <= 2**25, held  # torch takes 20 MiB and more at once

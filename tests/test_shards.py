@@ -1,19 +1,22 @@
 """`--shards`: the same bytes, in float32, at any number of processes."""
 
 import math
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppo_ddp
 from common.distributed import World
 from common.errors import BadInput
 from common.normalization import RunningMoments, standardized
 from common.replay import BLOCK, ReplayBuffer
-from common.shards import average_over_shards, per_shard, tree_sum
+from common.shards import average_over_shards, per_shard, sum_over_ranks, tree_sum
 from common.tensors import to_tensor
 from runs import finish, run, start
 
@@ -94,6 +97,17 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
     if case == "ppo":
         assert 1 < len(set(first.column("losses/epochs"))), "no early stop"
         assert max(first.column("charts/episodic_length")) > 24.0, "episodes of at most 30: hardly one was truncated"
+
+
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py"])
+def test_norms_of_gradients_that_depend_on_addresses(script, tmp_path):
+    """As on a GPU, where gradients that are no views of DDP's buckets begin alike everywhere, and views do not."""
+    flags, rows = f"{PPO if script == 'ppo_ddp.py' else PPG} --shards 2 --max-grad-norm 0.01", {}
+    for kind, sizes in {"copies": (1, 2), "views": (2,)}.items():
+        for n in sizes:
+            folder = tmp_path / f"{kind}{n}"
+            rows[kind, n] = run(script, n, flags, folder, "float32", LOCKSTEP_FAULT=f"{kind}@0@0").rows
+    assert rows["copies", 1] == rows["copies", 2] != rows["views", 2]
 
 
 @pytest.mark.slow
@@ -179,6 +193,18 @@ def test_draws_from_the_default_generator_are_told_once(tmp_path, monkeypatch, c
     ppo_ddp.main(ppo_ddp.Args(**settings, run_dir=str(tmp_path / "b")))
     told = [line for line in capfd.readouterr().out.splitlines() if "default generator" in line]
     assert len(told) == 1 and told[0].startswith("step 64: something drew") and "docs/modify.md" in told[0]
+
+
+def test_a_rank_of_eight_exchanges_with_its_neighbours_at_growing_distances(monkeypatch):
+    """Rank 3 with 2, then 1, then 7: a binary tree over the numbers of ranks, on all of them at once."""
+    peers, batch = [], dist.batch_isend_irecv
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda both: (peers.append([x.peer for x in both]), batch(both))[1])
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    try:
+        sum_over_ranks(torch.ones(5), SimpleNamespace(rank=3, world_size=8, memory=None, nccl=True))
+    finally:
+        dist.destroy_process_group()
+    assert peers == [[2, 2], [1, 1], [7, 7]]
 
 
 def test_sums_are_those_of_a_tree():
