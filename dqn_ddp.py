@@ -174,7 +174,7 @@ class TDLoss(nn.Module):
     def __init__(self, q_network: QNetwork, huber: bool, scale: float) -> None:
         super().__init__()
         self.q_network, self.td_loss = q_network, F.smooth_l1_loss if huber else F.mse_loss
-        self.scale = scale  # num_shards / batch_size: DDP's mean over shards is then the mean over the batch
+        self.scale = scale  # num_shards / batch_size: the gradients' mean over shards is then the batch's
 
     def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""
@@ -294,8 +294,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """Greedy actions for evaluation."""
         return acting.network(obs).argmax(-1)
 
-    schedules = {"anneal_lr": args.anneal_lr, "exploration_fraction": args.exploration_fraction}
-    schedules |= {"per_beta": args.prioritized}
+    schedules = {"anneal_lr": args.anneal_lr, "per_beta": args.prioritized}
+    schedules |= {"exploration_fraction": args.exploration_fraction}
     run.begin(act, budget, schedules)  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments

@@ -311,7 +311,7 @@ def collect(
                     pi = policy(obs_moments.normalized(next_obs))
                 else:  # a GPU gets images once, and features are computed once
                     images[step] = run.tensor(obs[step])
-                    outputs = [acting.forward(images[step, part]) for part in envs.shards]
+                    outputs = [acting.forward(run.tensor(images[step, part])) for part in envs.shards]
                     features[step] = torch.cat([feature for _, feature in outputs])
                     pi = torch.cat([pi for pi, _ in outputs]).cpu().numpy()
                 actions[step] = agent.sample(pi, noise[step])

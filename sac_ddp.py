@@ -160,7 +160,7 @@ class CriticLoss(nn.Module):
     def __init__(self, critics: Critics, scale: float) -> None:
         super().__init__()
         self.critics = critics
-        self.scale = scale  # num_shards / batch_size: DDP's mean over shards is then the mean over the batch
+        self.scale = scale  # num_shards / batch_size: the gradients' mean over shards is then the batch's
 
     def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""

@@ -84,8 +84,6 @@ def share_memory(
 
     `cores`: the numbers of those on which this rank may run; `refusal`: why it wants none, if so.
     """
-    if world_size == 1:
-        return None, ""
     calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")  # which some builds of Python lack
     if not calls or sys.platform != "linux" or platform.machine() != "x86_64":
         refusal = refusal or "it needs Linux on x86-64, and a Python with os.memfd_create and os.pidfd_open"

@@ -5,7 +5,8 @@ process holds neighbouring shards. Arithmetic that rounds differently in another
 Sums over shards have one order: gradients are added along a binary tree (here), all else along a table of all shards
 (`World.gather_shards`). Without `--shards` each process is one shard, and DDP averages the gradients alone.
 """
-# no `from __future__ import annotations` here: DDP refuses a hook whose annotations are strings
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -43,13 +44,13 @@ def average_over_shards(loss: nn.Module, world: World) -> None:
 
     def add_shards(parameter):
         parts = world.gradients[parameter]
-        parts.append(parameter.grad)
-        parameter.grad = None
-        if len(parts) == len(world.shards):
-            parameter.grad = tree_sum(parts)
-            parts.clear()
-            if not world.uses_ddp:
-                parameter.grad /= world.num_shards
+        if len(parts) < len(world.shards) - 1:
+            parts.append(parameter.grad.clone())
+            return
+        parameter.grad = tree_sum([*parts, parameter.grad])
+        parts.clear()
+        if not world.uses_ddp:
+            parameter.grad /= world.num_shards
 
     def add_processes(_, bucket):
         buffer, future = bucket.buffer(), torch.futures.Future()

@@ -29,11 +29,16 @@ def tensors_of(nest: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in any order of its axes, if its numbers lie side by side; otherwise a copy of which this is true."""
+    return tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
+
+
 def upload(nest: Any, device: torch.device) -> Any:
-    """The same nest of dense tensors on `device`: for a GPU one copy, of all, for which this process need not wait."""
+    """The same nest of tensors on `device`: for a GPU one copy, of all, for which this process need not wait."""
     if device.type == "cpu":
         return nest
-    tensors, places, end = tensors_of(nest), [], 0
+    tensors, places, end = [dense(x) for x in tensors_of(nest)], [], 0
     for x in tensors:
         places.append(slice(end, end + x.nbytes))
         end += -(-x.nbytes // BLOCK) * BLOCK

@@ -52,8 +52,8 @@ class OnCard(torch.Tensor):
 class Card(TorchDispatchMode):
     """Everything in this block is done here or on the card, as a GPU would.
 
-    `crossings`: what went "up" or "down", in its order, with what else is appended to it. All that goes up must come
-    from pinned memory and not wait, but what is listed in `slow`.
+    `crossings`: what went "up" or "down", in its order, with what else is appended to it. `slow`: the places therein of
+    what went up from memory that is not pinned, or was waited for.
     """
 
     def __init__(self):
@@ -93,4 +93,4 @@ class Card(TorchDispatchMode):
     def up(self, tensor, waits_not):
         self.crossings.append("up")
         if not (waits_not and tensor.untyped_storage().data_ptr() in self.pinned):
-            self.slow.append(tuple(tensor.shape))
+            self.slow.append(len(self.crossings) - 1)

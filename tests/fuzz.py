@@ -210,7 +210,7 @@ def off_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, s
     flags |= switch(chance, "prioritized")
     if script == "dqn":
         flags |= {"n-step": str(n_step), "loss": chance.choice(("mse", "huber"))} | switch(
-            chance, "double-q", "dueling"
+            chance, "double-q", "dueling", "anneal-lr"
         )
         flags |= {"max-grad-norm": chance.choice(("inf", "0.5")), "end-e": chance.choice(("0.05", "0.5"))}
     else:

@@ -17,6 +17,7 @@ import ppo_ddp
 import sac_ddp
 from common.distributed import World
 from common.environments import Environments
+from common.tensors import tensors_of, upload
 from runs import flat
 
 PPO = {"total_timesteps": 512, "num_steps": 32, "eval_every": 0}
@@ -73,6 +74,19 @@ def read(folder):
     return rows, torch.load(folder / "model.pt", weights_only=True)
 
 
+def test_an_upload_is_one_copy_of_all_that_is_in_it(card):
+    """Of any type, layout and size, parts of tensors among them."""
+    noise = torch.arange(32.0).view(4, 2, 4)
+    parts = [noise[:, 1:], noise[:, 0].T, torch.tensor([True, False, True]), torch.zeros(0, 3), torch.tensor(7)]
+    nest = {"a": parts[0], "b": (parts[1], [parts[2], parts[3]]), "c": parts[4], "d": "no tensor"}
+    with card:
+        there = upload(nest, CARD)
+        assert card.crossings == ["up"] and not card.slow and there["d"] == "no tensor"
+        back = [x.cpu() for x in tensors_of(there)]
+    assert all(x.equal(y) and x.dtype == y.dtype for x, y in zip(back, tensors_of(nest), strict=True))
+    assert upload(nest, torch.device("cpu")) is nest
+
+
 @pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
 def test_gradients_are_views_of_buckets_on_a_cpu_alone(case, card, tmp_path, monkeypatch):
     """There DDP saves a copy of them; on a GPU their norm would depend on their places in a bucket."""
@@ -106,7 +120,6 @@ def test_a_run_on_the_card(case, card, tmp_path, monkeypatch):
         mark(getattr(module, name), "forward", "aux" if name == "AuxLoss" else "loss")
     with card:
         module.main(module.Args(run_dir=str(tmp_path / "card"), **settings))
-    crossings = " ".join(card.crossings)
     monkeypatch.undo()
     module.main(module.Args(run_dir=str(tmp_path / "cpu"), cuda=False, **settings))
     (rows, model), (cpu_rows, cpu_model) = read(tmp_path / "card"), read(tmp_path / "cpu")
@@ -117,11 +130,7 @@ def test_a_run_on_the_card(case, card, tmp_path, monkeypatch):
     model, cpu_model = dict(flat(model)), dict(flat(cpu_model))
     torch.testing.assert_close(model, cpu_model, rtol=1e-4, atol=1e-6)
 
-    parameters = {tuple(x.shape) for x in model.values()}
-    assert card.slow and {shape for shape in card.slow if shape} <= parameters | {(1,)}
-    before_learning = crossings.split("step")[0].count("up")
-    assert len(card.slow) <= before_learning, "something went up slowly in a vector step or an update"
-    assert losses
+    assert losses and max(card.slow) < card.crossings.index("step"), "after the networks something went up slowly"
     between = defaultdict(Counter)
     marks = [(i, x) for i, x in enumerate(card.crossings) if x in ("step", "loss", "aux")]
     for (i, first), (k, then) in pairwise(marks):

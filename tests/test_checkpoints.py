@@ -34,7 +34,7 @@ from common.run.record import MACHINE
 from common.state import state_of
 from common.watchdog import end_now
 from runs import ROOT, descendants, finish, flat, fork, run, start
-from test_replay import CPU, VECTOR, FakeWorld
+from test_replay import VECTOR, FakeWorld
 
 # script, flags, and how it is disturbed: processes and the fault, in turn, the last time none
 PPO = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --checkpoint-every 256 --eval-every 500 --eval-episodes 3"
@@ -383,13 +383,17 @@ def test_a_finished_run_is_lengthened_to_the_bytes_of_a_longer_one(tmp_path, cap
     assert rows(run_dir) == whole and (run_dir / "finished").exists()
 
 
+UNIFORM = {"anneal_lr": False, "prioritized": False}
+
+
 @pytest.mark.parametrize(
     "module, flags, longer, said",
     [
         (ppo_ddp, {}, 96, "80 to go on with .*64, because --anneal-lr changes until transition 96"),
-        (dqn_ddp, {}, 400, "200 to go on with .*150, because --per-beta changes until transition 400"),
-        (dqn_ddp, {"prioritized": False}, 400, ".*, because --exploration-fraction changes until transition 200"),
-        (dqn_ddp, {"prioritized": False, "exploration_fraction": 0.375}, 400, None),
+        (dqn_ddp, {}, 400, "200 to go on with .*150, because --anneal-lr changes until transition 400"),
+        (dqn_ddp, {"anneal_lr": False}, 400, ".*, because --per-beta changes until transition 400"),
+        (dqn_ddp, UNIFORM, 400, ".*, because --exploration-fraction changes until transition 200"),
+        (dqn_ddp, UNIFORM | {"exploration_fraction": 0.375}, 400, None),
     ],
 )
 def test_a_schedule_that_would_change_is_named(module, flags, longer, said, tmp_path):
@@ -549,11 +553,11 @@ def test_a_cut_ends_episodes_of_a_replay_buffer():
     rb.start(np.full((2, 2), 100.0))
     assert (rb.priorities.ravel()[rb._at(np.array([0, 1, 2, 3, 4, 20, 21, 22, 23, 24]))] > 0).all()
     world.table = None
-    batch = rb._batch(np.arange(5), np.arange(5), np.ones(5), CPU)
+    batch = rb._batch(np.arange(5), np.arange(5), np.ones(5))
     assert batch.rewards.tolist() == [1.75, 1.75, 1.75, 1.5, 1.0]
     assert batch.discounts.tolist() == [0.125, 0.125, 0.125, 0.25, 0.5]
     assert batch.next_obs[:, 0].tolist() == [3.0, 4.0, 5.0, 5.0, 5.0]
-    ended = rb._batch(np.arange(1), np.array([24]), np.ones(1), CPU)
+    ended = rb._batch(np.arange(1), np.array([24]), np.ones(1))
     assert ended.discounts.tolist() == [0.0] and not rb.truncations[1, 4]
 
 

@@ -1,6 +1,9 @@
 """The house: which file may import which."""
 
 import ast
+import re
+
+import pytest
 
 from runs import ROOT
 
@@ -35,3 +38,15 @@ def test_no_two_files_need_each_other():
     while ready := {name for name in needs if name not in done and needs[name] <= done}:
         done |= ready
     assert done == needs.keys(), f"a circle among {sorted(needs.keys() - done)}"
+
+
+@pytest.mark.parametrize("folder", ["common", "common/run"])
+def test_the_map_names_what_each_file_imports(folder):
+    """docs/architecture.md: a line for each file, and after its arrow the files of ours that it imports."""
+    page = (ROOT / "docs" / "architecture.md").read_text().partition(f"\n### {folder}/\n")[2].partition("\n#")[0]
+    told = {}
+    for entry in re.split(r"\n- `", page)[1:]:
+        name, after = entry.partition("`")[0], " ".join(entry.partition("→")[2].split())
+        told[name] = set() if after == "none" else set(after.split(", "))
+    found = {path.stem: imports(f"{folder.replace('/', '.')}.{path.stem}") for path in (ROOT / folder).glob("*.py")}
+    assert told == {name: {x.rpartition(".")[2] for x in needs} for name, needs in found.items()}

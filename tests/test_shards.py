@@ -102,7 +102,7 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
 @pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py"])
 def test_norms_of_gradients_that_depend_on_addresses(script, tmp_path):
     """As on a GPU, where gradients that are no views of DDP's buckets begin alike everywhere, and views do not."""
-    flags, rows = f"{PPO if script == 'ppo_ddp.py' else PPG} --shards 2 --max-grad-norm 0.01", {}
+    flags, rows = f"{PPO if script == 'ppo_ddp.py' else PPG} --shards 4 --max-grad-norm 0.01", {}
     for kind, sizes in {"copies": (1, 2), "views": (2,)}.items():
         for n in sizes:
             folder = tmp_path / f"{kind}{n}"

@@ -13,7 +13,7 @@ from torch import nn
 
 from common.environments import Environments
 from common.episodes import evaluate
-from common.errors import BadInput
+from common.errors import BadInput, Fault
 from common.graphs import graphed
 from common.run.arguments import RunArgs
 from common.run.checkpoint import Checkpoints, load_model
@@ -77,7 +77,7 @@ class Means:
             self.counts[name] += len(stats)
             for sums, parts in zip(self.sums, zip(*stats, strict=True), strict=True):
                 values = torch.stack([part[name] for part in parts]).double().reshape(len(parts), -1)
-                means.append(values.mean(-1))
+                means.append(values.mean(-1).to(self.world.device))
                 places += [(sums, name)] * len(parts)
         if means:  # which come from a GPU in one copy
             for (sums, name), value in zip(places, torch.cat(means).tolist(), strict=True):
@@ -115,7 +115,7 @@ class Run:
     def __init__(self, args: RunArgs, envs: Environments, logger: Logger) -> None:
         self.args, self.envs, self.world, self.device, self.logger = args, envs, envs.world, envs.world.device, logger
         self.state: dict[str, Any] = {}
-        self.replay, self.means = None, Means(envs)
+        self.replay, self.means, self.kept_memory = None, Means(envs), None
         self.global_step, self.last_step, self.restart = 0, 0, True
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
 
@@ -129,7 +129,7 @@ class Run:
         self.replay = replay if replay is not None else self.replay
 
     def average_gradients(self, loss: nn.Module) -> None:
-        """Let DDP average the gradients of a wrapped loss over shards (`--shards`), otherwise over processes.
+        """Average the gradients of a loss over shards (`--shards`), otherwise, which DDP does, over processes.
 
         Raises `BadInput` for what the loss trains and `keep` lacks: a resumed run would lose it.
         """
@@ -158,21 +158,27 @@ class Run:
         return graphed(self.args.cuda_graphs, self.world, function, *optimizers)
 
     def number(self, number: float) -> float | torch.Tensor:
-        """To be uploaded: a number that changes from call to call of a `graphed` function, which would keep another."""
+        """A number that changes from call to call of a `graphed` function, to be uploaded: a tensor if for a GPU."""
         return number if self.device.type == "cpu" else torch.tensor(number, dtype=torch.float32)
 
     def tensor(self, array: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """The array on this process's device, or the tensor, which is there."""
-        return array if isinstance(array, torch.Tensor) else self.upload(to_tensor(array))
+        """The array, or the tensor that is there already, on this process's device, begun at a multiple of 64 bytes."""
+        if isinstance(array, torch.Tensor):
+            return array.clone() if array.data_ptr() % 64 else array
+        return self.upload(to_tensor(array))
 
     def tensors(self, *arrays: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
         """Arrays, and tensors of this process's memory, on its device, in one copy."""
         return self.upload([to_tensor(x) if isinstance(x, np.ndarray) else x for x in arrays])
 
     def device_memory(self, array: np.ndarray) -> torch.Tensor:
-        """Memory of the array's shape and layout on this process's device; a CPU's is the array's own."""
+        """Memory of the array's shape and layout on this process's device, a CPU's the array's own, a GPU's kept."""
         own = torch.from_numpy(array)
-        return own if self.device.type == "cpu" else torch.empty_like(own, device=self.device)
+        if self.device.type == "cpu":
+            return own
+        if self.kept_memory is None:
+            self.kept_memory = torch.empty_like(own, device=self.device)
+        return self.kept_memory
 
     def upload(self, nest: Any) -> Any:
         """Nested lists, tuples and dicts with tensors -> the same on this process's device, in one copy."""
@@ -218,6 +224,8 @@ class Run:
         args, before, last = self.args, self.global_step, global_step == self.last_step or bool(self.world.stop)
         self.global_step = global_step
         if crossed(args.check_sync_every, before, global_step):
+            if any(self.world.gradients.values()):
+                raise Fault("a loss uses a parameter for one shard and not for another: use it at every call.")
             check_equal(global_step, self.state, self.world)  # collective
         if self.world.stop:
             return True
