@@ -20,10 +20,10 @@ from common.environments import Environments
 from common.tensors import tensors_of, upload
 from runs import flat
 
-PPO = {"total_timesteps": 512, "num_steps": 32, "eval_every": 0}
+PPO = {"total_timesteps": 256, "num_steps": 32, "eval_every": 0}
 PPG = PPO | {"n_pi": 2, "aux_epochs": 4, "num_aux_minibatches": 4, "update_epochs": 2, "num_minibatches": 4}
-REPLAY = {"total_timesteps": 400, "learning_starts": 100, "batch_size": 16, "buffer_size": 300, "train_frequency": 4}
-REPLAY |= {"num_envs": 4, "log_every": 200, "eval_every": 0}
+REPLAY = {"total_timesteps": 240, "learning_starts": 100, "batch_size": 16, "buffer_size": 300, "train_frequency": 4}
+REPLAY |= {"num_envs": 4, "log_every": 120, "eval_every": 0}
 PENDULUM, MINATAR, SHARDS = {"env_id": "Pendulum-v1"}, {"env_id": "MinAtar/Breakout-v1"}, {"shards": 2}
 # what crosses, most often, from one vector step or gradient step to the next
 STEPS = {("step", "step"): "", ("loss", "loss"): ""}
@@ -91,6 +91,7 @@ def test_an_upload_is_one_copy_of_all_that_is_in_it(card):
 def test_gradients_are_views_of_buckets_on_a_cpu_alone(case, card, tmp_path, monkeypatch):
     """There DDP saves a copy of them; on a GPU their norm would depend on their places in a bucket."""
     views, (module, settings, _) = [], CASES[case]
+    settings = settings | {"total_timesteps": 128 if case != "ppg" else 256}
     monkeypatch.setattr(World, "uses_ddp", property(lambda self: True, lambda *_: None), raising=False)
     wrapper = lambda loss, **options: (views.append(options["gradient_as_bucket_view"]), loss)[1]  # noqa: E731
     monkeypatch.setattr(module, "DDP", wrapper)
@@ -137,4 +138,4 @@ def test_a_run_on_the_card(case, card, tmp_path, monkeypatch):
         between[first, then][" ".join(card.crossings[i + 1 : k])] += 1
     for pair, crossed in expected.items():
         assert between[pair].most_common(1)[0][0] == crossed, between
-        assert between[pair][crossed] >= 0.7 * between[pair].total() > 14, between
+        assert between[pair][crossed] >= 0.7 * between[pair].total() > 9, between

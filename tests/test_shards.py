@@ -99,7 +99,7 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
         assert max(first.column("charts/episodic_length")) > 24.0, "episodes of at most 30: hardly one was truncated"
 
 
-@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py"])
+@pytest.mark.parametrize("script", ["ppo_ddp.py", pytest.param("ppg_ddp.py", marks=pytest.mark.slow)])
 def test_norms_of_gradients_that_depend_on_addresses(script, tmp_path):
     """As on a GPU, where gradients that are no views of DDP's buckets begin alike everywhere, and views do not."""
     flags, rows = f"{PPO if script == 'ppo_ddp.py' else PPG} --shards 4 --max-grad-norm 0.01", {}
