@@ -302,7 +302,7 @@ def collect(
         # all environments' noise is drawn on every rank, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
-        images, final_obs = run.device_memory(obs), {}  # of truncated episodes, by step and environment
+        images, final_obs = run.device_memory(obs), {}  # the last of truncated episodes, by step and environment
         policy = acting.refresh(obs_moments.normalized(next_obs))
         with torch.inference_mode():
             for step in range(args.num_steps):

@@ -76,7 +76,7 @@ def read(folder):
 
 def test_an_upload_is_one_copy_of_all_that_is_in_it(card):
     """Of any type, layout and size, parts of tensors among them."""
-    noise = torch.arange(32.0).view(4, 2, 4)
+    noise = torch.arange(512.0).view(64, 2, 4)
     parts = [noise[:, 1:], noise[:, 0].T, torch.tensor([True, False, True]), torch.zeros(0, 3), torch.tensor(7)]
     nest = {"a": parts[0], "b": (parts[1], [parts[2], parts[3]]), "c": parts[4], "d": "no tensor"}
     with card:
