@@ -97,7 +97,7 @@ SUITES = {
         work(
             "dqn_ddp.py",
             "CartPole-v1",
-            "--eval-every 25000 --log-every 5000 --no-anneal-lr --end-e 0.05",
+            "--eval-every 25000 --log-every 5000 --no-anneal-lr",
             {1: (1, 2, 3, 4, 5)},
             "constant",
         ),
