@@ -47,7 +47,7 @@ class World:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        anywhere = range(os.cpu_count() or 1)
+        anywhere = set(range(os.cpu_count() or 1))
         self.affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else anywhere
         self.cores = max(1, len(self.affinity) // self.local_world_size)
         self.device = torch.device("cpu")

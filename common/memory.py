@@ -1,9 +1,8 @@
 """Memory that the ranks of one machine share: small arrays are exchanged through it faster than through sockets.
 
-A process that waits on a socket is woken in about the time in which it computes a small network's gradient. Here each
-rank writes into a slot of its own and counts, and watches the others' counts. That needs Linux on x86-64, where writes
-are seen in their order, CPU tensors, and a core for each rank. The memory has no name: however the ranks end, nothing
-of it is left.
+Waking a process that waits on a socket takes about as long as a small network's gradient. Here each rank writes into
+a slot of its own and counts, and watches the others' counts. That needs Linux on x86-64, where writes are seen in their
+order, CPU tensors, and a core for each rank. The memory has no name: however the ranks end, nothing of it is left.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import mmap
 import os
 import platform
 import select
-import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,14 +75,14 @@ class SharedMemory:
 
 
 def share_memory(
-    store: dist.Store, rank: int, world_size: int, cores: Iterable[int], refusal: str
+    store: dist.Store, rank: int, world_size: int, cores: set[int], refusal: str
 ) -> tuple[SharedMemory | None, str]:
     """Memory for all ranks, or None and why there is none. Every rank must call.
 
     `cores`: the numbers of those on which this rank may run; `refusal`: why it wants none, if so.
     """
     calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")  # which some builds of Python lack
-    if not calls or sys.platform != "linux" or platform.machine() != "x86_64":
+    if not calls or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         refusal = refusal or "it needs Linux on x86-64, and a Python with os.memfd_create and os.pidfd_open"
     about = {"pid": os.getpid(), "cores": [*cores]}
     try:
@@ -112,10 +109,9 @@ def share_memory(
         descriptor = os.memfd_create("lockstep") if rank == 0 else -1
     path = f"/proc/{pids[0]}/fd/{told('descriptor', str(descriptor))[0]}"
     try:
-        opened = os.open(path, os.O_RDWR)
-        os.truncate(opened, (8 * LINE + 2 * SLOT) * world_size)
-        memory = SharedMemory(opened, rank, pids)
-        os.close(opened)
+        with open(path, "r+b", buffering=0) as file:
+            file.truncate((8 * LINE + 2 * SLOT) * world_size)
+            memory = SharedMemory(file.fileno(), rank, pids)
     except OSError as error:
         fault = f"it is not allowed: {error.strerror}"
     faults = [x for x in told("mapped", fault) if x]

@@ -1,5 +1,6 @@
 """Memory that ranks share: the numbers of all, in order, and an end where another rank ends."""
 
+import builtins
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from runs import run
 FORKED = multiprocessing.get_context("fork")
 
 
-def ranks(function, size, tmp_path, cores=range(8), refusals=None, prepare=lambda rank: None):
+def ranks(function, size, tmp_path, cores=frozenset(range(8)), refusals=None, prepare=lambda rank: None):
     """`function(memory or the refusal, rank)` in `size` processes -> what they return, and their exit codes."""
     results = FORKED.SimpleQueue()
 
@@ -108,7 +109,7 @@ def test_a_rank_that_waits_burns_no_processor(tmp_path):
     "given, said",
     [
         ({"refusals": {1: "there is a GPU"}}, "there is a GPU"),
-        ({"cores": [3]}, "there are fewer cores than processes"),
+        ({"cores": {3}}, "there are fewer cores than processes"),
     ],
 )
 def test_all_ranks_are_refused_alike(given, said, tmp_path):
@@ -120,13 +121,13 @@ def test_memory_that_may_not_be_mapped_is_not_used(tmp_path):
     """By one rank, as in a sandbox: then by none."""
 
     def prepare(rank):
-        def refused(path, *flags, real=os.open):
-            if "/fd/" in path:
+        def refused(path, *flags, real=open, **options):
+            if "/fd/" in str(path):
                 raise PermissionError(1, "Operation not permitted")
-            return real(path, *flags)
+            return real(path, *flags, **options)
 
         if rank == 1:
-            os.open = refused  # in this forked process
+            builtins.open = refused  # in this forked process
 
     found, _ = ranks(lambda refusal, rank: refusal, 2, tmp_path, prepare=prepare)
     assert found == dict.fromkeys((0, 1), "it is not allowed: Operation not permitted")
