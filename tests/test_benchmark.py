@@ -205,7 +205,7 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(layout, tmp_
         (tmp_path / "tiny.py").write_text(suite.replace("FLAGS", f"{flags} --total-timesteps {steps}"))
         return subprocess.Popen(RUN, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
 
-    process = start(12800)
+    process = start(6400)
     run_dir = tmp_path / "work" / "tiny" / name
     wait_until(lambda: any((run_dir / "checkpoints").glob("*/manifest.json")), process)
     process.send_signal(signal.SIGINT)
@@ -220,11 +220,11 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(layout, tmp_
         (tmp_path / "common" / "state.py").rename(tmp_path / "state.py")
         assert not runner.started_by(words, run_dir, *sources)
         (tmp_path / "state.py").rename(tmp_path / "common" / "state.py")
-    process = start(12800)
+    process = start(6400)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and f"{name} done in" in output, output
     assert "going on from" in (tmp_path / "work" / "tiny" / f"{name}.log").read_text()
-    calm = run_script("ppo_ddp.py", 1, f"{flags} --total-timesteps 12800", tmp_path / "calm", dtype="float32")
+    calm = run_script("ppo_ddp.py", 1, f"{flags} --total-timesteps 6400", tmp_path / "calm", dtype="float32")
     with open(tmp_path / "results" / "tiny" / f"{name}.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["charts/episodic_return"] for row in rows] == [row["charts/episodic_return"] for row in calm.rows]

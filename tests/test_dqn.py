@@ -15,7 +15,7 @@ from common.replay import Batch
 from runs import assert_close, fork, run
 
 FLAGS = "--env-id tests.envs:NoisyCartPole-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
-FLAGS += " --train-frequency 4 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
+FLAGS += " --train-frequency 8 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
 FLAGS += " --check-sync-every 400 --target-network-frequency 100 --learning-rate 1e-3"
 
 
@@ -24,7 +24,7 @@ FLAGS += " --check-sync-every 400 --target-network-frequency 100 --learning-rate
     ["", "--prioritized --n-step 3 --double-q --dueling --tau 0.5 --loss huber --max-grad-norm 0.3 --per-alpha 0.8"],
 )
 def test_every_metric_and_parameter_is_equal_at_every_world_size(extra, tmp_path):
-    """C1 in float64: 210 gradient steps, the buffer wrapping round, truncations; uniform and prioritised, 1e-9."""
+    """C1 in float64: 105 gradient steps, the buffer wrapping round, truncations; uniform and prioritised, 1e-9."""
     alone = run("dqn_ddp.py", 1, f"{FLAGS} {extra}", tmp_path / "1")
     assert len(alone.column("losses/td_loss")) == 9 and len(alone.column("eval/episodic_return")) == 4
     assert max(alone.column("charts/episodic_length")) == 10.0, "no row had only truncated episodes"

@@ -140,7 +140,8 @@ def test_wandb_is_sent_what_it_lacks(there, tmp_path):
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(sent)}
     fault = {"LOCKSTEP_FAULT": "kill@0@33", "THERE": "0"}
     assert finish(start("ppo_ddp.py", 1, flags, launched=True, **fault, **env), tmp_path / "run").code == -9
-    assert [json.loads(line)[0] for line in sent.read_text().splitlines()] == [None, *range(8)]
+    numbers = [json.loads(line)[0] for line in sent.read_text().splitlines()]
+    assert numbers in ([None, *range(7)], [None, *range(8)])  # a thread sends: it may have been killed before the last
     sent.unlink()
     done = finish(start("ppo_ddp.py", 1, flags, THERE=str(there), **env), tmp_path / "run")
     assert done.code == 0 and "going on from" in done.out, done.err

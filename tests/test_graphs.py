@@ -173,7 +173,7 @@ def test_ddp_takes_no_time_of_its_own(module, wrappers, monkeypatch, tmp_path):
     rates = []
     monkeypatch.setattr(DDP, "_set_ddp_runtime_logging_sample_rate", lambda self, rate: rates.append(rate))
     monkeypatch.setattr(World, "uses_ddp", property(lambda self: True, lambda *_: None), raising=False)
-    settings = {"total_timesteps": 512, "num_steps": 32, "n_pi": 1, "learning_starts": 100, "shards": 2}
+    settings = {"total_timesteps": 512, "num_steps": 32, "n_pi": 1, "learning_starts": 480, "shards": 2}
     settings = {name: x for name, x in settings.items() if name in module.Args.__dataclass_fields__}
     env_id = "Pendulum-v1" if module is sac_ddp else "CartPole-v1"
     module.main(

@@ -172,7 +172,7 @@ def test_a_python_without_the_calls_uses_sockets(tmp_path, monkeypatch):
 def test_memory_and_sockets_give_the_same_bytes(script, tmp_path):
     """Without shards; the drawn experiments have both with shards."""
     flags = "--num-envs 4 --eval-every 512 --eval-episodes 3 --save-model --total-timesteps 1024"
-    flags += {"ppo_ddp.py": " --num-steps 32", "sac_ddp.py": " --learning-starts 600 --batch-size 32"}[script]
+    flags += {"ppo_ddp.py": " --num-steps 32", "sac_ddp.py": " --learning-starts 900 --batch-size 32"}[script]
     memory = run(script, 2, flags, tmp_path / "memory", dtype="float32")
     sockets = run(script, 2, f"{flags} --no-shared-memory", tmp_path / "sockets", dtype="float32")
     assert "2 process(es), cpu, through sockets (it is off)" in sockets.out

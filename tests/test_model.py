@@ -29,7 +29,7 @@ CASES = {
         "--env-id MinAtar/Breakout-v1 --num-envs 4 --num-steps 32 --n-pi 2 --aux-epochs 1 --total-timesteps 1024",
     ),
     "dqn": ("dqn_ddp.py", "--num-envs 4 --learning-starts 500 --total-timesteps 1200 --dueling"),
-    "sac": ("sac_ddp.py", "--num-envs 4 --learning-starts 500 --total-timesteps 700"),
+    "sac": ("sac_ddp.py", "--num-envs 4 --learning-starts 500 --total-timesteps 580"),
 }
 
 

@@ -118,7 +118,7 @@ def test_the_same_bytes_to_the_end_of_a_long_run(case, tmp_path):
 
 def test_threads_of_blas_do_not_matter(tmp_path):
     """As users start it: `python` leaves OMP_NUM_THREADS unset, so BLAS would take all cores; torchrun sets 1."""
-    flags = "--env-id Pendulum-v1 --num-envs 32 --shards 2 --learning-starts 320 --total-timesteps 960"
+    flags = "--env-id Pendulum-v1 --num-envs 32 --shards 2 --learning-starts 320 --total-timesteps 640"
     flags += " --train-frequency 8 --log-every 320 --eval-every 0"
     runs = []
     for size, threads in ((1, "2"), (2, "1")):
