@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWra
 from common.distributed import World
 from common.encoders import is_large
 from common.errors import BadInput, Fault, one_line, require_divisible
-from common.machine import require_compiler, require_memory, set_threads
+from common.machine import keep_freed_memory, require_compiler, require_memory, set_threads
 from common.simulators import GYMNASIUMS, RESERVED, atari_hint, make_vec, seed_libraries
 
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
@@ -226,6 +226,7 @@ def open_environments(
         if played := [part for part in episodes if part]:
             envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, played, False)
         set_threads(args.num_threads, is_large(envs.single_observation_space), world)
+        keep_freed_memory()
         yield envs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from threadpoolctl import threadpool_limits
 
 from common.distributed import World
 from common.errors import BadInput
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def free_memory() -> float:
@@ -39,6 +42,17 @@ def set_threads(threads: int, parallel: bool, world: World) -> None:
     """
     torch.set_num_threads(threads or (world.cores if parallel and not world.sharded else 1))
     threadpool_limits(1, "blas")
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep blocks of up to 1 GB that are freed, for the next ones. Only glibc can.
+
+    Otherwise they come from the system page by page each time: a tenth of the time of an update on images.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # there is no glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(M_MMAP_THRESHOLD, 2**30):  # before glibc 2.35 this is too much
+            mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 def require_compiler(world: World) -> None:
