@@ -40,6 +40,12 @@ PPO_ATARI = "--total-timesteps 10000000 --eval-every 250000 --num-envs 8 --clip-
 DQN_ATARI = "--total-timesteps 10000000 --eval-every 250000 --log-every 50000 --num-envs 8 --buffer-size 1000000"
 DQN_ATARI += " --batch-size 32 --learning-rate 1e-4 --learning-starts 80000 --train-frequency 4"
 DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-e 0.01"
+# what a machine without a GPU learns in hours, and goes on with after a stop
+PONG = "--shards 2 --num-envs 8 --eval-every 200000 --eval-episodes 10 --checkpoint-every 100000"
+PPO_PONG = f"{PONG} --total-timesteps 2000000 --clip-coef 0.1 --no-norm-reward --learning-rate 3e-4"
+DQN_PONG = f"{PONG} --total-timesteps 1000000 --log-every 10000 --buffer-size 100000 --batch-size 32"
+DQN_PONG += " --learning-rate 1e-4 --learning-starts 20000 --train-frequency 4 --target-network-frequency 1000"
+DQN_PONG += " --exploration-fraction 0.1 --end-e 0.01 --n-step 3 --double-q"
 
 # the paper's (arXiv:2009.04416, table 2 and its code): 64 environments on each of four workers
 PROCGEN = "--network impala --total-timesteps 100000000 --eval-every 5000000 --checkpoint-every 8388608"
@@ -144,6 +150,10 @@ SUITES = {
         work(script, env_id, flags, ONE_TO_THREE)
         for env_id in ("ALE/Pong-v5", "ALE/Breakout-v5", "ALE/BeamRider-v5")
         for script, flags in (("ppo_ddp.py", PPO_ATARI), ("dqn_ddp.py", DQN_ATARI))
+    ],
+    "pong": [
+        work(script, "ALE/Pong-v5", flags, ONE_AND_TWO)
+        for script, flags in (("ppo_ddp.py", PPO_PONG), ("dqn_ddp.py", DQN_PONG))
     ],
     "procgen": [
         work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)}, training=True)
