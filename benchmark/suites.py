@@ -103,7 +103,7 @@ SUITES = {
         work(
             "dqn_ddp.py",
             "CartPole-v1",
-            "--eval-every 25000 --log-every 5000 --no-anneal-lr",
+            "--eval-every 25000 --log-every 5000 --no-anneal-lr --end-e 0.05",
             {1: (1, 2, 3, 4, 5)},
             "constant",
         ),
