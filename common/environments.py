@@ -266,7 +266,7 @@ def make_envs(
     except (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
         if not options:
             raise
-        raise BadInput(f"--env-kwargs {env_kwargs}: {type(error).__name__}: {one_line(error)[:500]}") from error
+        raise BadInput(f"--env-kwargs {env_kwargs}: {type(error).__name__}: {one_line(error)}") from error
     assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space

@@ -32,9 +32,9 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def one_line(text: object, most: int = 500) -> str:
-    """A text, or an error's, on one line of at most `most` characters; an error without a text by its class's name."""
-    return " ".join(str(text).split())[:most] or type(text).__name__
+def one_line(text: object) -> str:
+    """A text, or an error's, on one line of at most 500 characters; an error without a text by its class's name."""
+    return " ".join(str(text).split())[:500] or type(text).__name__
 
 
 def flag(name: str) -> str:
