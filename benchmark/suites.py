@@ -122,7 +122,7 @@ SUITES = {
             "LunarLander-v3",
             "--total-timesteps 500000 --eval-every 25000 --log-every 5000 --buffer-size 100000 --train-frequency 4"
             " --learning-rate 5e-4 --exploration-fraction 0.2 --double-q",
-            ONE_TO_FIVE,
+            {1: (1, 2, 3, 4, 5), 2: (1, 2, 3, 4, 5)},
         ),
         work("sac_ddp.py", "Pendulum-v1", "--total-timesteps 20000 --eval-every 1000", ONE_TO_FIVE),
     ],
