@@ -1,4 +1,4 @@
-"""What this machine has, and whether that is enough."""
+"""What this machine has, whether that is enough, and how it is set."""
 
 from __future__ import annotations
 
