@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-BLOCK = 512  # bytes, of which CUDA's own memory begins at a multiple; kernels may round otherwise at other addresses
+ALIGNMENT = (
+    512  # bytes, of which CUDA's own memory begins at a multiple; kernels may round otherwise at other addresses
+)
 
 
 def to_tensor(array: np.ndarray) -> torch.Tensor:
@@ -41,7 +43,7 @@ def upload(nest: Any, device: torch.device) -> Any:
     tensors, places, end = [dense(x) for x in tensors_of(nest)], [], 0
     for x in tensors:
         places.append(slice(end, end + x.nbytes))
-        end += -(-x.nbytes // BLOCK) * BLOCK
+        end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=True)
 
     def parts(memory: torch.Tensor) -> list[torch.Tensor]:

@@ -35,6 +35,13 @@ def changed(*edits: tuple[str, str]) -> str:
     return edited("ppo_ddp.py", (ROOT / "ppo_ddp.py").read_text(), *edits)
 
 
+@pytest.mark.parametrize("script", CASES)
+def test_every_script_becomes_one_file_that_starts(script, tmp_path):
+    """No two names of the parts clash; the file's --help is the script's."""
+    done = subprocess.run([sys.executable, made(script, tmp_path), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--env-id" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "script",
     ["ppo_ddp.py", *(pytest.param(f"{x}_ddp.py", marks=pytest.mark.slow) for x in ("ppg", "dqn", "sac"))],
