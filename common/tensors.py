@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-ALIGNMENT = (
-    512  # bytes, of which CUDA's own memory begins at a multiple; kernels may round otherwise at other addresses
-)
+ALIGNMENT = 512  # bytes, at whose multiples CUDA's own memory begins; kernels may round otherwise at other addresses
 
 
 def to_tensor(array: np.ndarray) -> torch.Tensor:
