@@ -42,7 +42,8 @@ DQN_ATARI += " --batch-size 32 --learning-rate 1e-4 --learning-starts 80000 --tr
 DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-e 0.01"
 # what a machine without a GPU learns in hours, and goes on with after a stop
 PONG = "--shards 2 --num-envs 8 --eval-every 100000 --eval-episodes 10 --checkpoint-every 100000"
-PPO_PONG = f"{PONG} --total-timesteps 2000000 --clip-coef 0.1 --no-norm-reward --learning-rate 3e-4"
+PPO_PONG = f"{PONG} --total-timesteps 2000000 --clip-coef 0.1 --no-norm-reward --learning-rate 5e-4"
+PPO_PONG += " --update-epochs 2 --num-minibatches 8"
 DQN_PONG = f"{PONG} --total-timesteps 1000000 --log-every 10000 --buffer-size 100000 --batch-size 32"
 DQN_PONG += " --learning-rate 1e-4 --learning-starts 20000 --train-frequency 4 --target-network-frequency 1000"
 DQN_PONG += " --exploration-fraction 0.1 --end-e 0.01 --n-step 3 --double-q"
