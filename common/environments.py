@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWra
 from common.distributed import World
 from common.encoders import is_large
 from common.errors import BadInput, Fault, one_line, require_divisible
-from common.machine import keep_freed_memory, require_compiler, require_memory, set_threads
+from common.machine import flush_denormals, keep_freed_memory, require_compiler, require_memory, set_threads
 from common.simulators import GYMNASIUMS, RESERVED, atari_hint, make_vec, seed_libraries
 
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
@@ -194,9 +194,9 @@ def open_environments(
 ) -> Iterator[Environments]:
     """This rank's training environments, with the `world` of ranks and its part of the `evaluation`; closed at the end.
 
-    `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s. Torch's threads are set.
-    Raises `BadInput` as `World`, `require_compiler` and `make_envs` do, and for numbers of environments that do not
-    divide or fit.
+    `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s. The machine is set as
+    common/machine.py says. Raises `BadInput` as `World`, `require_compiler` and `make_envs` do, and for numbers of
+    environments that do not divide or fit.
     """
     world = World(args.cuda, args.shards)
     if getattr(args, "compile", False):
@@ -227,6 +227,8 @@ def open_environments(
             envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, played, False)
         set_threads(args.num_threads, is_large(envs.single_observation_space), world)
         keep_freed_memory()
+        flush_denormals(True)
+        stack.callback(flush_denormals, False)
         yield envs
 
 
