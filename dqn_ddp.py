@@ -76,6 +76,8 @@ class Args(RunArgs):
     """Adam's learning rate"""
     anneal_lr: bool = True
     """lower the learning rate linearly to 0 over the run"""
+    adam_eps: Positive = 1e-8
+    """Adam's epsilon"""
     gamma: Fraction = 0.99
     """discount"""
     tau: Rate = 1.0
@@ -259,7 +261,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     q_network = QNetwork(*sizes, args.dueling, args.network).to(device)
     target_network = deepcopy(q_network).requires_grad_(False)
     parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     initial_rates = [group["lr"] for group in optimizer.param_groups]
     run.keep(q_network=q_network, target_network=target_network, optimizer=optimizer, generator=generator, replay=rb)
     loss_fn = TDLoss(q_network, args.loss == "huber", world.num_shards / args.batch_size)
