@@ -34,7 +34,10 @@ CHANGES = {
     "AdamW": ("ppo", (ADAM, ADAM.replace("Adam(", "AdamW(").replace("fused=True", "weight_decay=0.1"))),
     "RMSprop": (
         "dqn",
-        ("torch.optim.Adam(parameters, lr=args.learning_rate, fused=True)", "torch.optim.RMSprop(parameters)"),
+        (
+            "torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)",
+            "torch.optim.RMSprop(parameters)",
+        ),
     ),
     "SGD with momentum": (
         "sac",
