@@ -58,8 +58,8 @@ def keep_freed_memory() -> None:
 def flush_denormals(wanted: bool) -> None:
     """Have this thread, and threads that it starts later, take numbers nearer to 0 than 1e-38 (float64: 1e-308) as 0.
 
-    Processors need twenty times as long for them, and Adam's averages of gradients end there, and stay, where units
-    are dead: at most weights of a network that plays Pong. What is learned stays the same.
+    Processors take some twenty times as long to compute with them. Where a unit is dead, Adam's averages of its
+    gradients shrink to such numbers and stay there: on Pong, those of most weights. What is learned stays the same.
     """
     torch.set_flush_denormal(wanted)
 
