@@ -309,8 +309,8 @@ def replay_memory() -> None:
     print(f"\nrow 8: a million Atari transitions\n  {memory / 1000:.2f} GB in all (at most 7.5)", flush=True)
 
 
-def replay_latency(repetitions: int) -> None:
-    """Milliseconds to draw 128 of a million transitions of 4 numbers by their priorities, and to change those."""
+def replay_latency(repetitions: int, side: int = 1000) -> None:
+    """Milliseconds to draw 128 of side**2 transitions of 4 numbers by their priorities, and to change those."""
     import numpy as np
     from gymnasium.spaces import Box
 
@@ -321,12 +321,12 @@ def replay_latency(repetitions: int) -> None:
     torch.set_num_threads(1)
     world, space, generator = World(cuda=False), Box(-1, 1, (4,), np.float32), torch.Generator()
     with world.process_group(600):
-        rb = ReplayBuffer(1_000_000, 1000, world, space, (), np.dtype(np.int64), alpha=0.6)
-        rb.start(np.zeros((1000, 4), np.float32))
-        no, yes, obs = np.zeros(1000, bool), np.ones(1000, bool), np.zeros((1000, 4), np.float32)
-        for _ in range(1000):
-            rb.add(np.zeros(1000, np.int64), np.ones(1000), yes, no, obs, {}, yes)
-        rb.update_priorities(np.arange(1_000_000), torch.rand(1_000_000))
+        rb = ReplayBuffer(side**2, side, world, space, (), np.dtype(np.int64), alpha=0.6)
+        rb.start(np.zeros((side, 4), np.float32))
+        no, yes, obs = np.zeros(side, bool), np.ones(side, bool), np.zeros((side, 4), np.float32)
+        for _ in range(side):
+            rb.add(np.zeros(side, np.int64), np.ones(side), yes, no, obs, {"episode_ended": yes})
+        rb.update_priorities(np.arange(side**2), torch.rand(side**2))
         times: dict[str, list[float]] = {"sample": [], "update": []}
         for _ in range(1000 * repetitions):
             start = time.perf_counter()

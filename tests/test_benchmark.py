@@ -364,6 +364,16 @@ def test_a_tree_is_compared_with_a_commit(keep, own, seen, tmp_path, monkeypatch
     assert not any((tmp_path / "temporary").iterdir())
 
 
+def test_the_buffer_is_timed():
+    """Row 9 fills a buffer as the scripts do: small here, of a million transitions there."""
+    code = "from benchmark.speed import replay_latency; replay_latency(1, 16)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=speed.ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.strip().splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["sample", "update"]
+    assert all(0.0 < float(line.split()[1]) < 1000.0 for line in lines)
+
+
 def test_settings_of_a_comparison_are_checked():
     assert speed.Args(against="HEAD").rows == (1, 3, 5, 6) and speed.Args().rows == tuple(range(1, 12))
     settings = {"--rows: 7, 8 and 9": {"rows": (1, 8), "against": "HEAD"}, "--keep-omp: needs": {"keep_omp": True}}
