@@ -55,7 +55,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
-from common.machine import require_memory
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
@@ -469,11 +468,6 @@ def main(args: Args) -> None:
         space = envs.single_observation_space
         args.require(not args.norm_obs or len(space.shape) == 1, "norm_obs", "left off for image observations")
         args.require(args.network == "auto" or len(space.shape) == 3, "network", "left off for vector observations")
-        obs_nbytes = space.dtype.itemsize * math.prod(space.shape)
-        nbytes = args.num_steps * envs.num_envs * (obs_nbytes + 16 * args.update_epochs + 100)  # with draws, indices
-        if args.aux_epochs:
-            nbytes += args.n_pi * args.num_steps * envs.num_envs * (obs_nbytes + 16 * args.aux_epochs + 100)
-        require_memory("--num-steps", args.num_steps, nbytes, envs.world)
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run)
 
