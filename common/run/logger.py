@@ -239,7 +239,7 @@ class Logger:
             self.feed_watchdog()
 
         try:
-            film(path, self.args.env_id, self.args.env_kwargs, self.eval_envs.first, alive)
+            film(path, self.args.env_id, self.args.env_kwargs, self.eval_envs.first_episode, alive)
         except Exception as error:  # a simulator's own, a missing display's, a full disk's
             self.note(f"--capture-video: no films ({type(error).__name__}: {one_line(error)})")
             self.films = False
