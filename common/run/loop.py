@@ -150,12 +150,12 @@ class Run:
         Raises `BadInput` where processes would record it at different calls, since NCCL needs them to do so at once.
         """
         rb = self.replay
-        if self.args.cuda_graphs and optimizers and rb is not None and self.world.world_size > 1:
+        if getattr(self.args, "cuda_graphs", False) and optimizers and rb is not None and self.world.world_size > 1:
             size = self.args.batch_size
             self.args.require(rb.plain, "cuda_graphs", "left off with --prioritized or --n-step on several processes")
             needed = f"a multiple of {self.world.num_shards} with --cuda-graphs"
             self.args.require(size % self.world.num_shards == 0, "batch_size", needed)
-        return graphed(self.args.cuda_graphs, self.world, function, *optimizers)
+        return graphed(getattr(self.args, "cuda_graphs", False), self.world, function, *optimizers)
 
     def number(self, number: float) -> float | torch.Tensor:
         """A number that changes from call to call of a `graphed` function, to be uploaded: a tensor if for a GPU."""
