@@ -274,7 +274,7 @@ def make_envs(
             raise BadInput(f"--env-kwargs {env_kwargs}: {name} is not to be set here; leave it out.")
     try:
         envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, life_loss)
-    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
+    except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
         reason = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"

@@ -65,7 +65,7 @@ def test_every_command_of_the_docs_is_accepted(command):
         module = importlib.import_module(name)
         flags = ["HEAD" if word == "COMMIT" else word for word in flags]
         tyro.cli(module.Args, args=flags)
-    elif name == "common.onefile":
+    elif name == "tools/onefile.py":
         assert (ROOT / flags[0]).exists()
     else:
         assert name.removeprefix("tests/") in TOOLS and (ROOT / name).exists()
@@ -73,7 +73,7 @@ def test_every_command_of_the_docs_is_accepted(command):
 
 def test_the_docs_have_the_commands_of_every_kind():
     names = {split(words)[0] for words in COMMANDS.values()}
-    assert names >= {*SCRIPTS, *(f"benchmark.{x}" for x in ("run", "plot", "compare", "speed")), "common.onefile"}
+    assert names >= {*SCRIPTS, *(f"benchmark.{x}" for x in ("run", "plot", "compare", "speed")), "tools/onefile.py"}
     assert len(COMMANDS) > 30
 
 
