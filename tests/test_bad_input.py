@@ -79,15 +79,13 @@ def test_periods_happen_at_or_past_each_multiple():
         ("--env-id nomodule:Env-v0", "--env-id nomodule:Env-v0: No module named 'nomodule'"),
         ("--env-id .envs:Env-v0", "--env-id .envs:Env-v0: must be an id"),
         ("--env-id :CartPole-v1", "--env-id :CartPole-v1: must be an id"),
-        ("--env-id tests.envs:TinyImage-v0", "smaller than 3 x 3"),
-        ("--env-id tests.envs:NarrowImage-v0", "smaller than 3 x 3"),
+        ("--env-id tests.envs:TinyImage-v0", "an image (3-D Box, at least 3 x 3 with"),
+        ("--env-id tests.envs:NarrowImage-v0", "an image (3-D Box, at least 3 x 3 with"),
         ("--env-id ALE/NoSuchGame-v5", "--env-id ALE/NoSuchGame-v5"),
         ("--env-id tests.envs:DiscreteObs-v0", "observation space Discrete"),
         ("--env-id tests.envs:DictObs-v0", "observation space Dict"),
-        ("--env-id tests.envs:DictObs-v0", "gymnasium.wrappers.FlattenObservation makes a vector of it."),
-        ("--env-id tests.envs:CubeImage-v0", "is an image of which it is not clear where its channels are"),
-        ("--env-id tests.envs:MiddleImage-v0", "first or last, they must be fewer than its rows and its columns."),
-        ("--env-id Breakout-v9", "Here it is ALE/Breakout-v5."),
+        ("--env-id tests.envs:CubeImage-v0", "with fewer channels, first or last, than rows and columns)"),
+        ("--env-id tests.envs:MiddleImage-v0", "with fewer channels, first or last, than rows and columns)"),
         ("--env-id tests.envs:TupleObs-v0", "observation space Tuple"),
         ("--env-id tests.envs:MatrixObs-v0", "observation space Box"),
         ("--env-id tests.envs:MultiDiscrete-v0", "action space MultiDiscrete"),
@@ -192,8 +190,7 @@ def test_a_refusal_leaves_a_users_directory_alone(tmp_path, monkeypatch):
 
 
 def test_plain_python_exits_with_2(tmp_path):
-    said = {"--gamma nan": "--gamma nan", "--env-id NoSuchEnv-v0": "--env-id NoSuchEnv-v0"}
-    for flags, message in (said | {"--env-id PongNoFrameskip-v4": "Here it is ALE/Pong-v5."}).items():
+    for flags in ("--gamma nan", "--env-id NoSuchEnv-v0"):
         run = finish(start("ppg_ddp.py", 1, flags, cwd=tmp_path), tmp_path)
-        assert run.code == 2 and message in run.err + run.out and "Traceback" not in run.err
+        assert run.code == 2 and flags in run.err + run.out and "Traceback" not in run.err
     assert not list(tmp_path.iterdir())

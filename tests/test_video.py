@@ -109,8 +109,8 @@ def test_numbers_are_the_same_with_and_without(size, tmp_path):
 def test_the_episode_that_is_kept_is_the_first():
     envs = make_envs("CartPole-v1", 1, EVALUATION, range(3), SPACES)
     evaluate(lambda obs: np.zeros(len(obs), int), envs, 3, World(cuda=False))
-    assert envs.first.seed == environment_seeds(1, EVALUATION, [0])[0]
-    assert len(envs.first.actions) == envs.first.episodic_return
+    assert envs.first_episode.seed == environment_seeds(1, EVALUATION, [0])[0]
+    assert len(envs.first_episode.actions) == envs.first_episode.episodic_return
     envs.close()
 
 

@@ -236,7 +236,7 @@ class Logger:
         seconds = self.args.timeout / 2  # the other ranks wait
         args = self.args
         try:
-            self.film(path, args.env_id, args.env_kwargs, self.eval_envs.first, self.world.watchdog.feed, seconds)
+            self.film(path, args.env_id, args.env_kwargs, self.eval_envs.first_episode, self.world.watchdog.feed, seconds)
         except Exception as error:  # a simulator's own, a missing display's, a full disk's
             self.note(f"--capture-video: no films ({type(error).__name__}: {one_line(error)})")
             self.film = None

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_info
 
 from common.distributed import World
 from common.errors import BadInput, flag, require
-from common.run.arguments import FREE
+from common.run.arguments import MAY_CHANGE_ON_RESUME
 
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minatar", "mujoco")
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "sources")  # of a record, with its versions
@@ -105,7 +105,7 @@ def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[st
     for name, value in record["args"].items():
         before = recorded["args"].get(name)
         longer = name == "total_timesteps" and value > (before or value)  # Checkpoints looks at the schedules
-        if name not in FREE and not longer:
+        if name not in MAY_CHANGE_ON_RESUME and not longer:
             require(value == before, flag(name), value, f"{before} to go on with {path}")
     before, now = recorded["world_size"], record["world_size"]
     if record["args"]["shards"] is None and now != before:
