@@ -13,6 +13,7 @@ import math
 import pickle
 import secrets
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -83,10 +84,12 @@ class Checkpoints:
         for step in sorted((int(folder.name) for folder in folders if folder.name.isdigit()), reverse=True):
             path = run_dir / "checkpoints" / str(step) / "state.pt"
             try:
-                read(path)
+                damaged = zipfile.ZipFile(path).testzip()  # against its CRCs, which torch does not look at
+            except (*ERRORS, zipfile.BadZipFile) as error:
+                damaged = error
+            if not damaged:
                 return run_dir, str(step)
-            except ERRORS as error:
-                logger.note(f"{path} cannot be read ({type(error).__name__}): looking for an older checkpoint")
+            logger.note(f"{path} is missing or damaged ({damaged}): looking for an older checkpoint")
         if logger.resumed and logger.longer:
             fault = f"{run_dir} holds no checkpoint from which a longer run could go on"
             raise BadInput(f"--total-timesteps {self.args.total_timesteps}: {fault}; name another --run-dir.")
@@ -177,7 +180,8 @@ class Checkpoints:
         """After the last row: say what could not be written; mark the run as finished, unless a signal ended it."""
         if self.args.checkpoint_every and self.logger.enabled:
             if self.failed:
-                self.logger.note(f"{self.dir}: the checkpoints of steps {self.failed} could not be written")
+                fault = f"{len(self.failed)} checkpoints could not be written, the last at step {self.failed[-1]}"
+                self.logger.note(f"{self.dir}: {fault}")
             if not self.world.stop:
                 write_whole(self.logger.dir / "finished", b"")
 
