@@ -43,7 +43,6 @@ def test_wandb_offline_goes_on_as_the_same_run(tmp_path):
 
 STUB = """
 import json, os
-from types import SimpleNamespace
 
 
 class Artifact:
@@ -69,10 +68,6 @@ def note(what):
         file.write(json.dumps(what, default=str) + "\\n")
 
 
-def setup():
-    return SimpleNamespace(settings=SimpleNamespace(mode="online"))
-
-
 def Settings(**settings):
     return settings
 
@@ -92,7 +87,7 @@ def test_wandb_is_sent_what_it_lacks(there, tmp_path):
     fault = {"LOCKSTEP_FAULT": "kill@0@33", "THERE": "0"}
     assert finish(start("ppo_ddp.py", 1, flags, launched=True, **fault, **env), tmp_path / "run").code == -9
     numbers = [json.loads(line)[0] for line in sent.read_text().splitlines()]
-    assert numbers in ([None, *range(7)], [None, *range(8)])  # a thread sends: it may have been killed before the last
+    assert numbers == [None, *range(8)]
     sent.unlink()
     done = finish(start("ppo_ddp.py", 1, flags, THERE=str(there), **env), tmp_path / "run")
     assert done.code == 0 and "going on from" in done.out, done.err
