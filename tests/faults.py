@@ -571,12 +571,13 @@ def judged(case: Case, code: int, out: str, err: str, wrong: list[str]) -> Resul
 
 
 def left(case: Case, folder: Path, there: set[str], rows: int | None) -> list[str]:
-    """What is wrong with what is left in the folder: either nothing, or whole rows, at least as many as there were."""
+    """What is wrong with what is left: no file after bad input, else whole rows, at least as many as there were."""
     new, (header, *body) = names(folder) - there, table(folder) or [[]]
     new = {name for name in new if not name.startswith("wandb")}  # its own
     wrong = [f"{name} is left" for name in new if name.endswith(".part")]
-    if new and (case.code == 2 or not body) and "Timeout" not in case.says:  # the watchdog does not tidy up
-        wrong.append(f"left: {' '.join(sorted(new))}")
+    files = sorted(name for name in new if (folder / name).is_file())
+    if files and case.code == 2:
+        wrong.append(f"left: {' '.join(files)}")
     if any(len(row) != len(header) for row in body):
         wrong.append("a row is not whole")
     least = 0 if case.during.startswith(("rm", "sed")) else rows or 0

@@ -225,10 +225,10 @@ def test_a_run_that_is_refused_may_be_tried_again(tmp_path):
     assert (tmp_path / "a" / "b" / "metrics.csv").read_text().count("\n") == 2
 
 
-def test_a_terminal_has_a_bar_with_the_time_left(tmp_path, monkeypatch, capsys):
+def test_a_terminal_has_a_bar_with_the_time_left(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     ppo_ddp.main(ppo_ddp.Args(total_timesteps=1024, eval_every=0, run_dir=str(tmp_path / "run")))
-    bar = re.search(r"100%\S+ 1024/1024 \[\d\d:\d\d<00:00, .*it/s, return \d+\.\d\]", capsys.readouterr().out)
+    bar = re.search(r"100%\S+ 1024/1024 \[\d\d:\d\d<00:00, .*it/s, return \d+\.\d\]", capfd.readouterr().out)
     assert bar
 
 

@@ -19,8 +19,7 @@ FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --eval-every 512 --e
 
 def test_a_wandb_that_fails_holds_nothing_up(tmp_path):
     """All rows are in metrics.csv, and one line says that wandb has not."""
-    failing = "if step == 3: raise ConnectionError('it is gone')"
-    log = f"def log(self, row, step):\n        {failing}\n        note([step, row])"
+    log = "def log(self, row, step):\n        if step == 3: raise OSError('it is gone')\n        note([step, row])"
     edit = "def log(self, row, step): note([step, row])", log
     (tmp_path / "wandb.py").write_text(edited("STUB", STUB, edit))
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(tmp_path / "sent"), "THERE": "0"}

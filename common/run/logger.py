@@ -61,6 +61,7 @@ class Logger:
         self.continues = False  # whether a checkpoint was read
         self.bar = None
         self.shown = 0.0  # when progress was shown
+        self.is_shown = True  # whether the newest row was
         self.trackers: list[Any] = []
         if self.enabled:
             with ExitStack() as opened:
@@ -199,6 +200,7 @@ class Logger:
         if evaluation and self.film:
             self._film(step)
         self._send(cells)
+        self.is_shown = False
         if evaluation or self.bar is not None or time.perf_counter() > self.shown + PROGRESS_PERIOD:
             self._show()
 
@@ -232,6 +234,7 @@ class Logger:
     def _show(self) -> None:
         """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
         self.shown = time.perf_counter()
+        self.is_shown = True
         step = int(self.latest["global_step"])
         total = self.args.total_timesteps
         names = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
@@ -239,9 +242,10 @@ class Logger:
         if self.bar is not None:
             self.bar.set_postfix_str("  ".join(numbers), refresh=False)
             self.bar.update(step - self.bar.n)
-        else:
-            speed = f"{self.latest.get('time/SPS', 0):,.0f} SPS"
-            self.note("  ".join([f"{step:,} of {total:,} ({step / max(total, 1):.0%})", speed, *numbers]))
+            return
+        if "time/SPS" in self.latest:
+            numbers.insert(0, f"{self.latest['time/SPS']:,.0f} SPS")
+        self.note("  ".join([f"{step:,} of {total:,} ({step / max(total, 1):.0%})", *numbers]))
 
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
@@ -269,7 +273,7 @@ class Logger:
         with self.opened:
             if self.bar is not None:
                 self.bar.close()
-            elif error is None:
+            elif error is None and not self.is_shown:
                 self._show()
             for tracker in self.trackers:
                 with suppress(Exception):  # a full disk's, or wandb's own

@@ -54,7 +54,8 @@ def play_and_draw(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Ca
         obs, _ = env.reset(seed=np.array([episode.seed]) if ale else [episode.seed])
         for action in episode.actions:
             picture = of_even_sides(obs[0, 0] if ale else env.render()[0])
-            stream.height, stream.width = picture.shape[:2]
+            if not stream.codec_context.is_open:
+                stream.height, stream.width, _ = picture.shape
             file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             obs, rewards, *_ = env.step(action[None])
             total += float(rewards[0])
