@@ -31,11 +31,14 @@ class Encoder(NamedTuple):
 def image_encoder(space: gym.spaces.Box, network: str = "auto", init: Init = default_init) -> Encoder:
     """Returns IMPALA's encoder for `network` "impala"; for "auto" Nature's if images are large, MinAtar's if not."""
     if network == "impala":
-        layers, width = impala_layers(space.shape[0], init), 256
+        layers = impala_layers(space.shape[0], init)
+        width = 256
     elif is_large(space):
-        layers, width = nature_layers(space.shape[0], init), 512
+        layers = nature_layers(space.shape[0], init)
+        width = 512
     else:
-        layers, width = minatar_layers(space.shape[0], init), 128
+        layers = minatar_layers(space.shape[0], init)
+        width = 128
     encoder = nn.Sequential(*layers, nn.Flatten()).to(memory_format=torch.channels_last)
     with torch.no_grad():
         num_features = encoder(torch.zeros(1, *space.shape)).shape[1]

@@ -31,7 +31,7 @@ def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: 
 
 
 class Episode(NamedTuple):
-    """An evaluation's episode: the environment's seed, the actions as the environment took them, and the return."""
+    """The seed of an evaluation episode, the actions as the environment took them, and the return."""
 
     seed: int
     actions: list[Any]
@@ -39,10 +39,10 @@ class Episode(NamedTuple):
 
 
 class EpisodeStatistics:
-    """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
+    """Return (of unchanged rewards) and length of every whole episode of the local environments.
 
-    A lost life does not end an Atari game: EnvPool says where it ended, and ALE's frame counter falls at real resets.
-    `family`: the simulator's, "ALE" or "envpool"; of others no infos are read, whatever their names.
+    A lost life does not end an Atari game: EnvPool reports its end, and ALE's frame counter falls there.
+    `family`: "ALE" or "envpool"; of other simulators no infos are read.
     """
 
     def __init__(self, shards: list[slice], family: str) -> None:
@@ -52,10 +52,10 @@ class EpisodeStatistics:
         self.returns = np.zeros(num_envs)
         self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.frames = np.zeros(num_envs, dtype=np.int64)
-        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
+        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment)
 
     def step(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict) -> np.ndarray:
-        """Count one vector step: rewards (n,), terminations, truncations (n,) -> where whole episodes ended (n,)."""
+        """Count one vector step: arrays (n,) -> where whole episodes ended (n,)."""
         self.returns += rewards
         self.lengths += 1
         dones = terminations | truncations
@@ -71,7 +71,7 @@ class EpisodeStatistics:
         return dones
 
     def pop(self) -> list[dict[str, float]]:
-        """For each shard, sums over its episodes that ended since the last call: their returns, lengths and number."""
+        """For each shard, sums over its episodes that ended since the last call."""
         sums = [{"return": 0.0, "length": 0, "episodes": 0} for _ in self.shards]
         for episode_return, length, i in self.finished:
             shard = next(k for k, envs in enumerate(self.shards) if i < envs.stop)
@@ -83,11 +83,11 @@ class EpisodeStatistics:
 
 
 class Environments(VectorWrapper):
-    """Environments known by their global indices, with a seed each; what they give is checked before it is used.
+    """Environments with global indices and a seed each; rewards and observations must be finite.
 
-    Images are (channels, height, width): views, if the simulator gives (height, width, channels), `channels_last`.
-    `atari`: Atari games in C++, with `stack` frames in an observation, oldest first; after a reset these are copies
-    of the first (`repeats_first`), or zeros.
+    Images are (channels, height, width): views, if the simulator has `channels_last`.
+    `atari`: Atari games in C++, with `stack` frames in an observation, oldest first;
+    after a reset these are copies of the first (`repeats_first`), or zeros.
     `shards`: the environments of each shard. `episodes`: statistics since the start.
     `open_environments` sets `world` and `evaluation` (None if this rank plays no part of it).
     `first_episode`: of the last evaluation, on the rank that played it.
@@ -114,7 +114,7 @@ class Environments(VectorWrapper):
         self.stack = space.shape[0] if family == "ALE" else getattr(envs, "stack", 1)
         self.repeats_first = family == "envpool"
         self.float_obs = np.issubdtype(space.dtype, np.floating)
-        self.first_action = getattr(envs.single_action_space, "start", None)  # of a Discrete space; None of a Box
+        self.first_action = getattr(envs.single_action_space, "start", None)  # None of a Box
         self.channels_last = channels_last
         if channels_last:
             low = self._channels_first(space.low)
@@ -122,15 +122,16 @@ class Environments(VectorWrapper):
             self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
 
     def storage(self, *shape: int) -> np.ndarray:
-        """Zeros (*shape, *observation's shape), in memory as the simulator's observations, so that copies are fast."""
+        """Zeros (*shape, *observation's shape), with the memory layout of the simulator's observations."""
         space = self.env.single_observation_space
         return self._channels_first(np.zeros((*shape, *space.shape), space.dtype))
 
     def start(self, checkpoint: int = 0) -> np.ndarray:
         """Reset every environment with its own seed -> observations (n, *shape).
 
-        `checkpoint`: the number of the last one, or 0. After each, simulators written in Python are made anew, since
-        some keep more over a reset than it shows (BipedalWalker its Box2D world), and training has other seeds.
+        `checkpoint`: the number of the last one, or 0. After each, training has other seeds, and
+        simulators written in Python are made anew: some keep hidden state over a reset, such as
+        BipedalWalker its Box2D world.
         """
         seeds = self.seeds
         if checkpoint and self.domain == TRAINING:
@@ -147,11 +148,11 @@ class Environments(VectorWrapper):
         return self._channels_first(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step, of actions as networks give them (`clip_to_action_space`).
+        """A vector step, of actions that `clip_to_action_space` takes.
 
-        `episode_ended` in the infos (n,): where a whole episode ended. An episode that ends by itself in the step
-        of its limit is terminated and not truncated. Raises `Fault`, naming environment and step, for what is not
-        finite.
+        `episode_ended` in the infos (n,): where a whole episode ended.
+        An episode that ends by itself in the step of its limit is terminated and not truncated.
+        Raises `Fault`, naming environment and step, for what is not finite.
         """
         self.steps += 1
         actions = self.clip_to_action_space(actions)
@@ -175,14 +176,14 @@ class Environments(VectorWrapper):
         return self._channels_first(obs), rewards, terminations, truncations, infos
 
     def clip_to_action_space(self, actions: np.ndarray) -> np.ndarray:
-        """Actions (n,) from 0, or (n, d) -> of the space's type: counted from its start, or clipped to its bounds."""
+        """Actions (n,) from 0 -> from the space's start; (n, d) -> clipped; both of the space's type."""
         space = self.single_action_space
         if self.first_action is not None:
             return (actions + self.first_action).astype(space.dtype, copy=False)
         return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
 
     def close(self) -> None:
-        """Close all. Asynchronous ones, of which a worker died, would wait for its answer, and are killed instead."""
+        """Close all; kill asynchronous ones if a worker died, since gymnasium would wait for its answer."""
         workers = getattr(self.unwrapped, "processes", [])
         if all(worker.is_alive() for worker in workers):
             self.env.close(**({"timeout": 5} if workers else {}))
@@ -195,8 +196,8 @@ class Environments(VectorWrapper):
         return np.moveaxis(obs, -1, -3) if self.channels_last else obs
 
     def _require_finite(self, what: str, values: np.ndarray, advice: str = "", first: int = 0) -> None:
-        """Raise `Fault` for the first of `values`, of the local environments from `first` on, that is not finite."""
-        if math.isfinite(np.vdot(values, values)):  # the cheapest sum; it may overflow, so each value is looked at
+        """Raise `Fault` for a value that is not finite. `values[0]` is of the local environment `first`."""
+        if math.isfinite(np.vdot(values, values)):  # the cheapest sum, but it may overflow
             return
         for i, value in enumerate(values):
             if not np.isfinite(value).all():
@@ -210,11 +211,11 @@ class Environments(VectorWrapper):
 def open_environments(
     args: Any, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
 ) -> Iterator[Environments]:
-    """This rank's training environments, with the `world` of ranks and its part of the `evaluation`; closed at the end.
+    """This rank's training environments, with the `world` and its part of the `evaluation`.
 
-    `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s. The machine is set as
-    common/machine.py says. Raises `BadInput` as `World` and `make_envs` do, and for numbers of environments that do
-    not divide.
+    `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s.
+    Sets threads and the treatment of memory and denormals (common/machine.py).
+    Raises `BadInput` as `World` and `make_envs` do, and if the environments do not divide.
     """
     world = World(args.cuda, args.shards)
     divisor_name = "--shards" if world.sharded else "the number of processes"
@@ -226,7 +227,7 @@ def open_environments(
     num_threads = args.num_threads or world.cores
 
     with ExitStack() as stack:
-        flush_denormals(True)  # first, so that simulators take them alike, also those in processes of their own
+        flush_denormals(True)  # first: workers of asynchronous environments inherit it
         stack.callback(flush_denormals, False)
 
         def open_domain(domain: int, indices: list[range], life_loss: bool) -> Environments:
@@ -258,12 +259,12 @@ def make_envs(
     life_loss: bool = False,
     env_kwargs: str = "{}",
 ) -> Environments:
-    """The environments of global `indices`, which reset in the step that ends an episode (`AutoresetMode.SAME_STEP`).
+    """The environments of global `indices`, which reset in the step that ends an episode.
 
-    `action_spaces`: what the script can act in. `num_threads` concerns Atari and EnvPool alone, `life_loss` (a lost
-    life terminates, the game goes on) Atari, `env_kwargs` (a JSON object) is the simulator's. Raises `BadInput` naming
-    --env-id for an unknown id, a missing extra, or a space that no script can use, and --env-kwargs for what the
-    simulator refuses.
+    `action_spaces`: what the script can act in. `num_threads`: of Atari and EnvPool.
+    `life_loss`: a lost life of Atari terminates. `env_kwargs`: the simulator's options in JSON.
+    Raises `BadInput` naming --env-id for an unknown id, a missing package, or an unsupported
+    space, and --env-kwargs for what the simulator refuses.
     """
     options = json.loads(env_kwargs)
     flags = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
@@ -276,7 +277,7 @@ def make_envs(
         envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, life_loss)
     except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
         reason = one_line(error)
-        if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
+        if isinstance(error, ModuleNotFoundError) and error.name:  # None for a user's module
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
         raise BadInput(f"{flags}: {reason}") from error
     except Exception as error:
