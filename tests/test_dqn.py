@@ -1,10 +1,13 @@
 """DQN: its targets by hand, the same experiment at every world size, and unequal shares of a batch."""
 
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import gymnasium as gym
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dqn_ddp
@@ -12,6 +15,7 @@ from common.acting import Acting
 from common.distributed import World
 from common.errors import BadInput
 from common.replay import Batch
+from common.shards import Gradients
 from runs import assert_close, fork, run
 
 FLAGS = "--env-id tests.envs:NoisyCartPole-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
@@ -36,7 +40,7 @@ def test_targets_by_hand():
     """Rewards 1 and 2, discounts 0.5 and 0: the target network's best, and its value of the online network's best."""
     rewards, discounts = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
     target_q, online_q = torch.tensor([[4.0, 8.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    assert dqn_ddp.compute_td_target(rewards, discounts, target_q, None).tolist() == [5.0, 2.0]
+    assert dqn_ddp.compute_td_target(rewards, discounts, target_q, target_q).tolist() == [5.0, 2.0]
     assert dqn_ddp.compute_td_target(rewards, discounts, target_q, online_q).tolist() == [3.0, 2.0]
 
 
@@ -52,33 +56,54 @@ def test_dueling_values_by_hand():
             assert network.value_head[0].weight.shape == (84, 120) and network.value_head[2].weight.shape == (1, 84)
             q = network.value_head(features) + q - (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
         torch.testing.assert_close(network(obs), q)
-        q_values = Acting(network, World(False), [slice(0, len(obs))], pytest.fail).refresh(obs.numpy())
-        torch.testing.assert_close(torch.from_numpy(q_values(obs.numpy())), q)
+        policy = Acting(network, World(False), [slice(0, len(obs))], pytest.fail)
+        torch.testing.assert_close(torch.from_numpy(policy(obs.numpy())), q)
 
 
-def batch_and_target(obs, actions, td_target, weights) -> tuple[Batch, torch.Tensor]:
-    """What the loss of a batch takes."""
-    return Batch(None, None, weights, obs, actions, None, None, None), td_target
+def random_batch(actions: torch.Tensor) -> Batch:
+    """Of vectors of 3."""
+    obs, next_obs = torch.randn(2, len(actions), 3)
+    weights, rewards, discounts = torch.rand(3, len(actions))
+    return Batch(None, None, weights, obs, actions, rewards, discounts, next_obs)
+
+
+def assert_shares_give_the_gradients_of_the_whole(
+    world: World, make_loss: Callable[[int], nn.Module], inputs: Callable[[slice], tuple]
+) -> None:
+    """On two ranks. `make_loss`: of a number of shards; `inputs`: of these rows of a batch of 8."""
+    for ends in ([0, 8, 8], [0, 3, 8]):
+        loss = make_loss(1)
+        parameters = [p for p in loss.parameters() if p.requires_grad]
+        loss.zero_grad()
+        loss(*inputs(slice(0, 8)))[0].backward()
+        whole = [p.grad for p in parameters]
+        loss.zero_grad()
+        ddp_loss = DDP(make_loss(2))
+        gradients = Gradients(world)
+        gradients.add_loss(ddp_loss)
+        rows = slice(ends[world.rank], ends[world.rank + 1])
+        gradients.backward(ddp_loss, *([x] for x in inputs(rows)))
+        for p, g in zip(parameters, whole, strict=True):
+            torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)
+            assert g.abs().max() > 0.0
+    os.write(1, f"equal on rank {world.rank}\n".encode())
 
 
 def gradients_of_shares() -> None:
     """On two ranks, one of them with none of the batch, and one with 3 of 8 rows, against the whole batch's."""
     torch.set_default_dtype(torch.float64)
     world = World(cuda=False)
+    args = SimpleNamespace(double_q=True, loss="huber", batch_size=8)
     with world.process_group(60):
-        for rows in ([8, 0], [3, 5]):
-            torch.manual_seed(0)
-            network = dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, True)
-            columns = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.randn(8), torch.rand(8)
-            dqn_ddp.TDLoss(network, False, 1 / 8)(*batch_and_target(*columns))[0].backward()
-            whole = [p.grad.clone() for p in network.parameters()]
-            part = [x.split(rows)[world.rank] for x in columns]
-            network.zero_grad(set_to_none=True)
-            loss = DDP(dqn_ddp.TDLoss(network, False, 2 / 8), static_graph=True)
-            loss(*batch_and_target(*part))[0].backward()
-            for p, g in zip(network.parameters(), whole, strict=True):
-                torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)
-    os.write(1, f"equal on rank {world.rank}\n".encode())
+        torch.manual_seed(0)
+        network, target_network = (dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, True) for _ in range(2))
+        target_network.requires_grad_(False)
+        batch = random_batch(torch.randint(0, 2, (8,)))
+        assert_shares_give_the_gradients_of_the_whole(
+            world,
+            lambda num_shards: dqn_ddp.TDLoss(network, target_network, args, num_shards),
+            lambda rows: (Batch(None, None, *(x[rows] for x in batch[2:])),),
+        )
 
 
 def test_unequal_shares_give_the_gradient_of_the_whole(tmp_path):

@@ -21,6 +21,7 @@ class FakeWorld:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.local_world_size, self.table = rank, world_size, 1, None
         self.num_shards, self.shards = world_size, range(rank, rank + 1)
+        self.device = torch.device("cpu")
 
     def local_slice(self, num: int) -> slice:
         return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)

@@ -2,22 +2,20 @@
 
 import gc
 import math
-import os
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dqn_ddp
 import sac_ddp
 from common.acting import Acting
 from common.distributed import World
 from common.errors import BadInput
+from common.replay import Batch
 from runs import assert_close, fork, run
-from test_dqn import batch_and_target
+from test_dqn import assert_shares_give_the_gradients_of_the_whole, random_batch
 
 FLAGS = "--env-id tests.envs:NoisyPendulum-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
 FLAGS += " --train-frequency 8 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
@@ -63,7 +61,7 @@ def test_log_probability_is_that_of_the_squashed_normal(float64):
     pi = TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(cache_size=1), affine])
     torch.testing.assert_close(log_prob, pi.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(actions, affine(torch.tanh(mean + log_std.exp() * noise)))
-    policy = Acting(actor, World(False), [slice(0, 50)], pytest.fail).refresh(obs.numpy(), noise.numpy())
+    policy = Acting(actor, World(False), [slice(0, 50)], pytest.fail)
     np.testing.assert_allclose(policy(obs.numpy(), noise.numpy()), actions.detach().numpy(), rtol=1e-12)
 
 
@@ -137,14 +135,20 @@ def test_targets_by_hand():
 
 def test_losses_by_hand(float64):
     """Both squared errors by their weights; alpha log pi - min Q; and the gradient of log alpha, the critics' none."""
-    actor, critics = make_actor(), sac_ddp.Critics(*SPACES).requires_grad_(False)
+    actor, critics, critics_target = make_actor(), sac_ddp.Critics(*SPACES), sac_ddp.Critics(*SPACES)
+    critics.requires_grad_(False)
     log_alpha = torch.nn.Parameter(torch.tensor(math.log(0.3)))
-    obs, noise, target, weights = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5), torch.rand(5)
+    obs, noise, next_noise = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 2)
     actions, log_prob = actor(obs, noise)
+    batch = random_batch(actions.detach())._replace(obs=obs)
+    next_actions, next_logprob = actor(batch.next_obs, next_noise)
+    worth = torch.min(*critics_target(batch.next_obs, next_actions)) - 0.3 * next_logprob
+    target = batch.rewards + batch.discounts * worth
     qf1, qf2 = critics(obs, actions)
-    loss, stats = sac_ddp.CriticLoss(critics, 1 / 5)(*batch_and_target(obs, actions, target, weights))
-    by_hand = sum(w * ((a - t) ** 2 + (b - t) ** 2) for w, a, b, t in zip(weights, qf1, qf2, target, strict=True)) / 5
-    torch.testing.assert_close(loss, by_hand)
+    loss, stats = sac_ddp.CriticLoss(critics, critics_target, actor, log_alpha, 1 / 5)(batch, next_noise)
+    assert not loss.requires_grad  # these critics need none, and the target has none
+    errors = zip(batch.weights, qf1, qf2, target, strict=True)
+    torch.testing.assert_close(loss, sum(w * ((a - t) ** 2 + (b - t) ** 2) for w, a, b, t in errors) / 5)
     torch.testing.assert_close(stats["td_errors"], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
 
     loss, stats = sac_ddp.ActorLoss(actor, log_alpha, critics, 1 / 5)(obs, noise)
@@ -166,28 +170,22 @@ def gradients_of_shares() -> None:
     torch.set_default_dtype(torch.float64)
     world = World(cuda=False)
     with world.process_group(60):
-        for rows in ([8, 0], [3, 5]):
-            torch.manual_seed(0)
-            spaces = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (2,))
-            actor = sac_ddp.Actor(*spaces, world.device)
-            critics, frozen = sac_ddp.Critics(*spaces), sac_ddp.Critics(*spaces)
-            log_alpha = torch.nn.Parameter(torch.tensor(0.5))
-            frozen.requires_grad_(False)
-            parameters = [*actor.parameters(), *critics.parameters(), log_alpha]
-            columns = torch.randn(8, 3), torch.randn(8, 2), torch.randn(8), torch.rand(8)
-            sac_ddp.CriticLoss(critics, 1 / 8)(*batch_and_target(*columns))[0].backward()
-            sac_ddp.ActorLoss(actor, log_alpha, frozen, 1 / 8)(*columns[:2])[0].backward()
-            whole = [p.grad.clone() for p in parameters]
-            part = [x.split(rows)[world.rank] for x in columns]
-            for p in parameters:
-                p.grad = None
-            critic_loss = DDP(sac_ddp.CriticLoss(critics, 2 / 8), static_graph=True)
-            actor_loss = DDP(sac_ddp.ActorLoss(actor, log_alpha, frozen, 2 / 8), static_graph=True)
-            critic_loss(*batch_and_target(*part))[0].backward()
-            actor_loss(*part[:2])[0].backward()
-            for p, g in zip(parameters, whole, strict=True):
-                torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-14)
-    os.write(1, f"equal on rank {world.rank}\n".encode())
+        actor = make_actor()
+        critics, target, frozen = (sac_ddp.Critics(*SPACES) for _ in range(3))
+        for network in (target, frozen):
+            network.requires_grad_(False)
+        log_alpha = torch.nn.Parameter(torch.tensor(0.5))
+        batch, noise = random_batch(torch.randn(8, 2)), torch.randn(8, 2)
+        assert_shares_give_the_gradients_of_the_whole(
+            world,
+            lambda shards: sac_ddp.CriticLoss(critics, target, actor, log_alpha, shards / 8),
+            lambda rows: (Batch(None, None, *(x[rows] for x in batch[2:])), noise[rows]),
+        )
+        assert_shares_give_the_gradients_of_the_whole(
+            world,
+            lambda shards: sac_ddp.ActorLoss(actor, log_alpha, frozen, shards / 8),
+            lambda rows: (batch.obs[rows], noise[rows]),
+        )
 
 
 def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):

@@ -307,6 +307,7 @@ class Alone:
     def __init__(self, shards: int) -> None:
         self.rank, self.world_size, self.local_world_size = 0, 1, 1
         self.num_shards, self.shards, self.rows = shards, range(shards), None
+        self.device = torch.device("cpu")
 
     def local_slice(self, num: int) -> slice:
         return slice(0, num)
