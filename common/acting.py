@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from common.distributed import World
 from common.tensors import to_tensor, upload
 
 PERIOD = 64  # calls between two comparisons with the module, the same ones on every process
-optimizer_steps = Counter()  # of all optimisers: fused ones leave the versions of tensors as they were
-register_optimizer_step_post_hook(lambda *_: optimizer_steps.update(["steps"]))
 
 
 class Acting:
     """What a module's `forward` computes, of arrays (n, ...) for this process's environments, shard by shard.
 
-    Of several results, the first. `shards`: each shard's slice of the n. `derived` is the translation, or None: then
-    the module acts, and `notes` (to be printed once each) say why. On images the module always acts.
+    Of several results, the first. `shards`: each shard's slice of the n. The translation acts (`derived`), or, if there
+    is none or its results differ, the module; then `note` prints why, once. On images the module always acts.
     """
 
     def __init__(self, module: nn.Module, world: World, shards: list[slice], note: Callable[[str], None]) -> None:
@@ -46,6 +42,7 @@ class Acting:
         self.calls = 0
         self.attributes: Any = None
         self.derived: Derived | None = None
+        self.parameters_changed = True
 
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
         parts = [inputs]
@@ -54,8 +51,9 @@ class Acting:
         if self.calls % PERIOD == 0:
             self._choose(parts)
         self.calls += 1
-        if self.derived is not None:
-            self.derived.update()
+        if self.parameters_changed and self.derived is not None:
+            self.derived.copy_parameters()
+            self.parameters_changed = False
         results = [function(*part) for function, part in zip(self.functions, parts, strict=True)]
         return results[0] if len(results) == 1 else np.concatenate(results)
 
@@ -80,12 +78,14 @@ class Acting:
                 self._act_by_module(str(error))
                 return
             self.functions = [self.derived] * len(parts)
+        if self.derived is None:
+            return
+        self.derived.copy_parameters()
         for number, part in enumerate(parts):
-            if self.functions[number] is self.derived and self.derived is not None:
-                self.derived.update()
-                if difference := self._difference(part):
-                    self.functions[number] = self.by_module
-                    self._act_by_module(difference)
+            difference = self._difference(part) if self.functions[number] is self.derived else ""
+            if difference:
+                self.functions[number] = self.by_module
+                self._act_by_module(difference)
 
     def _difference(self, inputs: list[np.ndarray]) -> str:
         """How the translation's result differs from the module's by more than rounding; empty if it does not."""
@@ -127,21 +127,7 @@ def snapshot(value: Any) -> Any:
 
 
 class Unknown(Exception):
-    """What has no translation, and the layer that it is in."""
-
-    def __init__(self, what: str, layers: Iterable[tuple[str, type]] = ()) -> None:
-        innermost = list(layers)[-1:]
-        super().__init__(what + "".join(f", in {kind.__name__} {path}".rstrip() for path, kind in innermost))
-
-
-class Symbol(fx.Proxy):
-    """A tensor while `forward` is recorded. `x += y` changes x under all its names, which fx would record as x + y."""
-
-    def in_place(self, other: Any) -> Any:
-        raise Unknown("an operation such as += is not translated")
-
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = in_place
-    __imatmul__ = __iand__ = __ior__ = __ixor__ = in_place
+    """What has no translation."""
 
 
 class Tracer(fx.Tracer):
@@ -151,14 +137,11 @@ class Tracer(fx.Tracer):
         super().__init__()
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return Symbol(node, self)
-
     def is_leaf_module(self, *_: Any) -> bool:
         return False
 
     def path_of_module(self, module: nn.Module) -> str:
-        return next((name for name, part in self.root.named_modules() if part is module), "made in forward")
+        return ""  # also of layers that are made in `forward`
 
     def getattr(self, name: str, value: Any, *_: Any) -> Any:
         return self.proxy(self.create_arg(value)) if isinstance(value, torch.Tensor) else value
@@ -175,21 +158,20 @@ class Derived:
     """A module's `forward`, translated to numpy; or raises `Unknown`. `num_inputs`: how many arrays it is to take."""
 
     def __init__(self, module: nn.Module, device: torch.device, num_inputs: int) -> None:
-        for name, part in module.named_modules():
+        for part in module.modules():
             if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
-                raise Unknown("a hook or a parametrization", [(name, type(part))])
+                raise Unknown(f"{type(part).__name__} has a hook or a parametrization")
         options = list(inspect.signature(module.forward).parameters.values())[num_inputs:]
         tracer = Tracer()
         attributes = [(part, dict(vars(part))) for part in module.modules()]
         try:
             graph = tracer.trace(module, {option.name: option.default for option in options})
         except Exception as error:
-            raise Unknown(str(error).partition(". ")[0], tracer.module_stack.values()) from error
+            raise Unknown(str(error).partition(". ")[0]) from error
         finally:
             for part, before in attributes:  # `forward` may have set some
                 part.__dict__ = before
         self.tensors = tracer.tensors
-        self.versions: list[int] = []
         arrays = {name: x.cpu().numpy() for name, x in self.tensors.items()}  # on a CPU, the same memory
         self.copies = arrays if device.type != "cpu" else {}
         translate(graph, num_inputs)
@@ -198,14 +180,10 @@ class Derived:
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
         return self.function(*inputs)
 
-    def update(self) -> None:
-        """Copy parameters that an optimiser has changed on a GPU."""
-        if self.copies:
-            versions = [optimizer_steps["steps"], *(x._version for x in self.tensors.values())]
-            if versions != self.versions:
-                self.versions = versions
-                for name, copy in self.copies.items():
-                    torch.from_numpy(copy).copy_(self.tensors[name])
+    def copy_parameters(self) -> None:
+        """Copy tensors that lie on a GPU to the arrays."""
+        for name, copy in self.copies.items():
+            torch.from_numpy(copy).copy_(self.tensors[name])
 
 
 def translate(graph: fx.Graph, num_inputs: int) -> None:
@@ -216,7 +194,7 @@ def translate(graph: fx.Graph, num_inputs: int) -> None:
     for node in reversed(nodes):
         name = getattr(node.target, "__name__", node.target)
         if node.op.startswith("call") and name.endswith("_"):  # in place, like `add_`
-            raise Unknown(f"{name} is not translated", node.meta.get("nn_module_stack", {}).values())
+            raise Unknown(f"{name} is not translated")
         if not node.users and node not in inputs:
             graph.erase_node(node)
     for node in graph.nodes:

@@ -57,9 +57,9 @@ PPO = {
         {},
         "its translation gives other numbers",
     ),
-    "branch": ([(CAST, CAST + BRANCH)], {}, "control flow, in Trunk trunk"),
-    "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, "parametrization, in .* actor"),
-    "old weight norm": ([(HEAD, f"nn.utils.weight_norm({HEAD})")], {}, "a hook or a parametrization, in Linear actor"),
+    "branch": ([(CAST, CAST + BRANCH)], {}, "control flow"),
+    "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, "parametrization"),
+    "old weight norm": ([(HEAD, f"nn.utils.weight_norm({HEAD})")], {}, "Linear has a hook"),
 }
 PPO |= {x: ([("nn.Tanh()", f"nn.{x}()")], {}) for x in ("ReLU", "ELU", "SiLU", "GELU", "LeakyReLU", "Softplus")}
 DQN = {

@@ -163,6 +163,8 @@ class Run:
         if loss not in self.gradients.parameters:
             self.gradients.add_loss(loss)
             self._require_registered(loss)
+        for acting in self.acting:
+            acting.parameters_changed = True
         return self.gradients.backward(loss, *inputs)  # collective
 
     def _require_registered(self, loss: nn.Module) -> None:
