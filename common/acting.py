@@ -204,8 +204,10 @@ class Derived:
             versions = [optimizer_steps["steps"], *(x._version for x in self.tensors.values())]
             if versions != self.versions:
                 self.versions = versions
-                for name, copy in self.copies.items():
-                    torch.from_numpy(copy).copy_(self.tensors[name])
+                packed = torch.cat([x.reshape(-1).view(torch.uint8) for x in self.tensors.values()]).cpu()  # one copy
+                parts = packed.split([copy.nbytes for copy in self.copies.values()])
+                for copy, part in zip(self.copies.values(), parts, strict=True):
+                    copy[...] = part.numpy().view(copy.dtype).reshape(copy.shape)
 
 
 def translate(graph: fx.Graph, num_inputs: int) -> None:
