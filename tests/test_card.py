@@ -29,13 +29,18 @@ PENDULUM, MINATAR, SHARDS = {"env_id": "Pendulum-v1"}, {"env_id": "MinAtar/Break
 # what crosses, most often, from one vector step or gradient step to the next
 STEPS = {("step", "step"): "", ("loss", "loss"): ""}
 LOOKS = {("step", "step"): "up down", ("loss", "loss"): ""}  # at images
-AUX = {("aux", "aux"): "up"}
+AUX = {("aux", "aux"): "up up"}  # indices, then observations
 BATCH = {("step", "loss"): "up", ("loss", "step"): "down"}  # the weights that act in numpy come back
+NOISE = BATCH | {("step", "loss"): "up up"}  # the batch, then the noise of its actions
 CASES = {
     "ppo": (ppo_ddp, PPO, STEPS),
     "ppo box, shards": (ppo_ddp, PPO | PENDULUM | SHARDS | {"norm_obs": True, "target_kl": 0.02}, STEPS),
     "ppo images": (ppo_ddp, PPO | MINATAR, LOOKS),
-    "ppo images, shards": (ppo_ddp, PPO | MINATAR | SHARDS | {"norm_adv": "batch"}, LOOKS),
+    "ppo images, shards": (
+        ppo_ddp,
+        PPO | MINATAR | SHARDS | {"norm_adv": "batch"},
+        LOOKS | {("step", "step"): "up up down"},
+    ),
     "ppg": (ppg_ddp, PPG, STEPS | AUX),
     "ppg images": (ppg_ddp, PPG | MINATAR, LOOKS | AUX),
     "dqn": (dqn_ddp, REPLAY, BATCH),
@@ -49,8 +54,8 @@ CASES = {
         REPLAY | MINATAR | {"start_e": 0.0},
         {("step", "loss"): "up", ("loss", "step"): "up down"},
     ),
-    "sac": (sac_ddp, REPLAY | PENDULUM, BATCH | {("loss", "loss"): ""}),
-    "sac shards": (sac_ddp, REPLAY | PENDULUM | SHARDS | {"policy_frequency": 3, "autotune": False}, BATCH),
+    "sac": (sac_ddp, REPLAY | PENDULUM, NOISE | {("loss", "loss"): "up"}),
+    "sac shards": (sac_ddp, REPLAY | PENDULUM | SHARDS | {"policy_frequency": 3, "autotune": False}, NOISE),
 }
 
 
