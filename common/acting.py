@@ -42,18 +42,18 @@ class Acting:
         self.calls = 0
         self.attributes: Any = None
         self.derived: Derived | None = None
-        self.parameters_changed = True
+        self.parameters_changed = False  # by an update since the last call
 
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
         parts = [inputs]
         if self.world.sharded:
             parts = [[to_tensor(x[shard]).numpy() for x in inputs] for shard in self.shards]
+        if self.parameters_changed and self.derived is not None:
+            self.derived.copy_parameters()
+        self.parameters_changed = False
         if self.calls % PERIOD == 0:
             self._choose(parts)
         self.calls += 1
-        if self.parameters_changed and self.derived is not None:
-            self.derived.copy_parameters()
-            self.parameters_changed = False
         results = [function(*part) for function, part in zip(self.functions, parts, strict=True)]
         return results[0] if len(results) == 1 else np.concatenate(results)
 
@@ -78,14 +78,12 @@ class Acting:
                 self._act_by_module(str(error))
                 return
             self.functions = [self.derived] * len(parts)
-        if self.derived is None:
-            return
-        self.derived.copy_parameters()
         for number, part in enumerate(parts):
-            difference = self._difference(part) if self.functions[number] is self.derived else ""
-            if difference:
-                self.functions[number] = self.by_module
-                self._act_by_module(difference)
+            if isinstance(self.functions[number], Derived):
+                difference = self._difference(part)
+                if difference:
+                    self.functions[number] = self.by_module
+                    self._act_by_module(difference)
 
     def _difference(self, inputs: list[np.ndarray]) -> str:
         """How the translation's result differs from the module's by more than rounding; empty if it does not."""
@@ -182,8 +180,11 @@ class Derived:
 
     def copy_parameters(self) -> None:
         """Copy tensors that lie on a GPU to the arrays."""
-        for name, copy in self.copies.items():
-            torch.from_numpy(copy).copy_(self.tensors[name])
+        if self.copies:
+            packed = torch.cat([x.reshape(-1).view(torch.uint8) for x in self.tensors.values()]).cpu()
+            parts = packed.split([copy.nbytes for copy in self.copies.values()])
+            for copy, part in zip(self.copies.values(), parts, strict=True):
+                copy[...] = part.numpy().view(copy.dtype).reshape(copy.shape)
 
 
 def translate(graph: fx.Graph, num_inputs: int) -> None:

@@ -159,7 +159,10 @@ class Environments(VectorWrapper):
         if self.first_action is None:
             advice = "; the networks have diverged: try a lower learning rate"
             self._require_finite("the action for it", actions, advice)
-        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        try:
+            obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        except SystemExit as error:  # a window that was closed, say: the run is not done
+            raise Fault(f"--env-id: an environment called sys.exit({error.code}).") from error
         self._require_finite("a reward", rewards)
         if self.float_obs:
             self._require_finite("an observation", obs)
