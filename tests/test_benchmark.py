@@ -207,7 +207,7 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(layout, tmp_
 
     process = start(6400)
     run_dir = tmp_path / "work" / "tiny" / name
-    wait_until(lambda: any((run_dir / "checkpoints").glob("*/manifest.json")), process)
+    wait_until(lambda: any(x.name.isdigit() for x in (run_dir / "checkpoints").glob("*")), process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and f"{name} ended in" in output, output
