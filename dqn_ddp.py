@@ -206,9 +206,7 @@ class TDLoss(nn.Module):
 NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 
 
-def collect(
-    args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: torch.Generator
-) -> Iterator[float]:
+def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: torch.Generator) -> Iterator[float]:
     """Store one vector step in `rb` at a time and yield epsilon, for ever.
 
     All environments start anew where the run says so: at the beginning, and after each checkpoint.
@@ -277,9 +275,7 @@ def main(args: Args) -> None:
             "repeats_first": envs.repeats_first,
             "channels_last": envs.channels_last,
         }
-        rb = ReplayBuffer(
-            args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options
-        )
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options)
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
@@ -328,9 +324,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         done = run.global_step // args.train_frequency
         updates = range(done + 1, global_step // args.train_frequency + 1)
         fraction = 1.0 - run.global_step / budget if args.anneal_lr else 1.0
-        if updates and global_step > max(
-            args.learning_starts, args.num_envs * args.n_step
-        ):  # some can be sampled
+        smallest = max(args.learning_starts, args.num_envs * args.n_step)
+        if updates and global_step > smallest:  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for group, rate in zip(optimizer.param_groups, initial_rates, strict=True):
                 group["lr"] = fraction * rate

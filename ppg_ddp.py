@@ -446,9 +446,7 @@ class Phase:
     ) -> None:
         self.run = run
         self.obs_moments = obs_moments
-        self.obs = rollout.phase_obs.reshape(
-            -1, *rollout.next_obs.shape
-        )  # (K, n, *shape), maybe more than a GPU holds
+        self.obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (K, n, *shape), maybe more than a GPU holds
         self.returns = returns  # (K * n,)
         chunks = [x.reshape(-1, *x.shape[2:]) for x in np.split(self.obs, args.num_aux_minibatches)]
         with torch.no_grad():

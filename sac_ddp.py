@@ -110,9 +110,7 @@ class Args(RunArgs):
         start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
         first = next_multiple(next_multiple(start + 1, period), self.num_envs)
-        needed = (
-            f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
-        )
+        needed = f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
         self.require_budget(first, needed)
 
 
@@ -137,13 +135,9 @@ class Actor(nn.Module):
         super().__init__()
         low = action_space.low.astype(np.float64).ravel()
         high = action_space.high.astype(np.float64).ravel()
-        self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(
-            device
-        )  # means and squashed log standard deviations
+        self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(device)  # means and squashed log standard deviations
         options = {"dtype": torch.get_default_dtype(), "device": device}
-        self.scale = torch.tensor(
-            (high - low) / 2, **options
-        )  # not buffers: those DDP would broadcast at each step
+        self.scale = torch.tensor((high - low) / 2, **options)  # not buffers: those DDP would broadcast at each step
         self.bias = torch.tensor((high + low) / 2, **options)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,9 +283,7 @@ def main(args: Args) -> None:
         vector = len(obs_space.shape) == 1
         args.require(vector, "env_id", "an environment with vector observations, not images")
         low, high = action_space.low, action_space.high
-        bounded = (
-            (low < high) & (low >= -1e6) & (high <= 1e6)
-        ).all()  # beyond, float32 overflows in the losses
+        bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
         needed = f"an environment whose actions have distinct bounds, within -1e6 and 1e6, not {action_space}"
         advice = " (gymnasium.wrappers.TransformAction gives such)"
         args.require(bounded, "env_id", f"{' '.join(needed.split())}{advice}")

@@ -170,7 +170,7 @@ def test_slurm_requeues_the_script_of_the_docs(tmp_path):
             return subprocess.Popen([tmp_path / "script"], env=os.environ | env | place, stdout=out, stderr=out)
 
     batch = job(2, 0)
-    wait_until(lambda: any((run_dir / "checkpoints").glob("*/manifest.json")), batch)
+    wait_until(lambda: any((run_dir / "checkpoints").glob("[0-9]*[0-9]")), batch)
     batch.send_signal(signal.SIGTERM)
     batch.wait(PATIENCE)
     assert (tmp_path / "requeued").read_text() == "17\n"
