@@ -186,7 +186,7 @@ class Drawn(gym.Env):
             obs = (128 + 60 * obs).clip(0, 255)
         obs = obs.astype(self.observation_space.dtype)
         if "lists" in self.quirks:
-            return obs.tolist()
+            return list(obs)
         if "buffer" in self.quirks:
             self.buffer[:] = obs
             return self.buffer

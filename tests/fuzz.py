@@ -161,7 +161,7 @@ def drawn(seed: int, number: int) -> Draw:
     total = int(flags["total-timesteps"])
     if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
-        flags["eval-episodes"] = str(chance.randint(1, chance.choice((8, 24))))
+        flags["eval-episodes"] = str(chance.randint(1, 4 if kind == "Atari" else chance.choice((8, 24))))
         if chance.random() < 0.1:
             flags["eval-every"] = str(chance.randint(total // 2, 3 * total // 4))
             flags["stop-at-return"] = str(round(chance.gauss(-3, 5), 2))
@@ -194,7 +194,7 @@ def drawn(seed: int, number: int) -> Draw:
 def environment(chance: random.Random, script: str, kind: str) -> dict[str, str]:
     """Flags that name an environment, its options and the network for it."""
     if kind == "Atari":
-        side, frames = chance.choice((12, 16, 44)), chance.choice((200, 600))
+        side, frames = chance.choice((12, 16, 44)), chance.choice((150, 300))
         kwargs = {"img_height": side, "img_width": side + chance.choice((0, 4)), "stack_num": chance.choice((1, 2, 4))}
         kwargs["max_num_frames_per_episode"] = frames
         flags = {"env-id": f"ALE/{chance.choice(('Pong', 'Breakout'))}-v5", "env-kwargs": json.dumps(kwargs)}
