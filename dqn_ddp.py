@@ -269,7 +269,6 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     options = {"gradient_as_bucket_view": run.device.type == "cpu", "static_graph": True}  # GPUs round sums by address
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     run.average_gradients(ddp_loss)
-    target_network.load_state_dict(q_network.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
     def update(rates: list, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
         """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""

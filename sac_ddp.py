@@ -292,7 +292,6 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.uses_ddp else actor_loss_fn  # collective
     run.average_gradients(ddp_critic_loss)
     run.average_gradients(ddp_actor_loss)
-    critics_target.load_state_dict(critics.state_dict())  # after DDP has made all ranks' parameters rank 0's
 
     def critic_update(batches: list[Batch], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""

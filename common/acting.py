@@ -105,8 +105,21 @@ class Unknown(Exception):
         super().__init__(what + "".join(f", in {kind.__name__} {path}".rstrip() for path, kind in innermost))
 
 
+class Symbol(fx.Proxy):
+    """A tensor while `forward` is recorded. `x += y` changes x under all its names, which fx would record as x + y."""
+
+    def in_place(self, other: Any) -> Any:
+        raise Unknown("an operation such as += is not translated")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = in_place
+    __imatmul__ = __iand__ = __ior__ = __ixor__ = in_place
+
+
 class Tracer(fx.Tracer):
     """Records operations, inside layers too, and every tensor that they read."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Symbol(node, self)
 
     def is_leaf_module(self, *_: Any) -> bool:
         return False

@@ -17,7 +17,7 @@ from common.distributed import World
 from common.encoders import is_large
 from common.errors import BadInput, Fault, one_line, require_divisible
 from common.machine import flush_denormals, keep_freed_memory, require_compiler, require_memory, set_threads
-from common.simulators import GYMNASIUMS, RESERVED, atari_hint, make_vec, seed_libraries
+from common.simulators import GYMNASIUMS, MAKE_ANEW, RESERVED, atari_hint, make_vec, seed_libraries
 
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
 SMALLEST = 5_000  # bytes that an environment takes at least
@@ -44,23 +44,25 @@ class EpisodeStatistics:
     """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
 
     A lost life does not end an Atari game: there EnvPool says where it ended, and of ALE the frame counter, which
-    falls at real resets only.
+    falls at real resets. `family`: the simulator's, "ALE" or "envpool"; of others no infos are read, whatever their
+    names.
     """
 
-    def __init__(self, shards: list[slice]) -> None:
-        self.shards, num_envs = shards, shards[-1].stop
+    def __init__(self, shards: list[slice], family: str) -> None:
+        self.shards, self.family, num_envs = shards, family, shards[-1].stop
         self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
         self.frames = np.zeros(num_envs, dtype=np.int64)
         self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
 
-    def step(self, rewards: np.ndarray, dones: np.ndarray, infos: dict) -> np.ndarray:
-        """Count one vector step: rewards (n,), dones (n,) -> where whole episodes ended (n,)."""
+    def step(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict) -> np.ndarray:
+        """Count one vector step: rewards (n,), terminations, truncations (n,) -> where whole episodes ended (n,)."""
         self.returns += rewards
         self.lengths += 1
-        if "game_over" in infos:  # EnvPool
-            dones = infos["game_over"]
-        elif "episode_frame_number" in infos:  # ALE
-            dones = dones & (infos["episode_frame_number"] < self.frames)
+        dones = terminations | truncations
+        if self.family == "envpool":
+            dones = infos.get("game_over", dones)
+        elif self.family == "ALE":
+            dones = truncations | (terminations & (infos["episode_frame_number"] < self.frames))
             self.frames[:] = infos["episode_frame_number"]
         if dones.any():
             for i in np.flatnonzero(dones):
@@ -93,6 +95,7 @@ class Environments(VectorWrapper):
         self, envs: VectorEnv, family: str, seed: int, domain: int, indices: Sequence[int], channels_last: bool
     ) -> None:
         super().__init__(envs)
+        self.family, self.domain, self.checkpoint = family, domain, 0
         self.seed, self.indices, self.seeds = seed, indices, environment_seeds(seed, domain, indices)
         self.name = "environment" if domain == TRAINING else "evaluation episode"
         self.steps, self.shards, self.channels_last = 0, [slice(0, len(indices))], channels_last
@@ -111,13 +114,20 @@ class Environments(VectorWrapper):
         return self._channels_first(np.zeros((*shape, *space.shape), space.dtype))
 
     def start(self, checkpoint: int = 0) -> np.ndarray:
-        """Reset every environment with its own seed, another after each checkpoint -> observations (n, *shape)."""
+        """Reset every environment with its own seed -> observations (n, *shape).
+
+        `checkpoint`: the number of the last one, or 0. After each, simulators written in Python are made anew, since
+        some keep more over a reset than it shows (BipedalWalker its Box2D world), and training has other seeds.
+        """
         seeds = self.seeds
-        if checkpoint:
+        anew = checkpoint != self.checkpoint and self.family not in RESERVED
+        self.checkpoint = checkpoint
+        if checkpoint and self.domain == TRAINING:
             seeds = environment_seeds(self.seed, RESTART, self.indices, checkpoint)
             seed_libraries(int(seeds[0]))
-        self.steps, self.episodes = 0, EpisodeStatistics(self.shards)
-        obs, _ = self._ask(self.env.reset, seed=seeds if self.ale else seeds.tolist())  # ALE's take only an array
+        self.steps, self.episodes = 0, EpisodeStatistics(self.shards, self.family)
+        seeds = seeds if self.ale else seeds.tolist()  # ALE's take only an array
+        obs, _ = self._ask(self.env.reset, seed=seeds, options=MAKE_ANEW if anew else None)
         if self.float_obs:
             self._require_finite("an observation", obs)
         return self._channels_first(obs)
@@ -137,21 +147,23 @@ class Environments(VectorWrapper):
         self._require_finite("a reward", rewards)
         if self.float_obs:
             self._require_finite("an observation", obs)
-        dones = terminations | truncations
-        if "final_obs" in infos:
+        dones, ended_early = terminations | truncations, truncations
+        if dones.any():
             truncations = truncations & ~terminations
             if self.channels_last:
                 infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in np.flatnonzero(dones)}
             for i in np.flatnonzero(truncations) if self.float_obs else ():
                 self._require_finite("its last observation", infos["final_obs"][i][None], at=i)
-        infos["episode_ended"] = self.episodes.step(rewards, dones, infos)
+        if self.world is not None:
+            self.world.watchdog.feed()
+        infos["episode_ended"] = self.episodes.step(rewards, terminations, ended_early, infos)
         return self._channels_first(obs), rewards, terminations, truncations, infos
 
     def in_space(self, actions: np.ndarray) -> np.ndarray:
-        """Actions (n,) from 0, or (n, d) -> as the action space has them: from its start, or cast and clipped to it."""
-        if self.first_action is not None:
-            return actions + self.first_action if self.first_action else actions
+        """Actions (n,) from 0, or (n, d) -> of the space's type: counted from its start, or clipped to its bounds."""
         space = self.single_action_space
+        if self.first_action is not None:
+            return (actions + self.first_action).astype(space.dtype, copy=False)
         return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
 
     def close(self) -> None:
@@ -209,6 +221,8 @@ def open_environments(
     options = action_spaces, args.vectorization, args.num_threads or world.cores
 
     with ExitStack() as stack:
+        flush_denormals(True)  # first, so that simulators take them alike, also those in processes of their own
+        stack.callback(flush_denormals, False)
 
         def opened(flag: str, number: int, domain: int, parts: list[range], life_loss: bool) -> Environments:
             ends = np.cumsum([len(part) for part in parts])
@@ -227,8 +241,6 @@ def open_environments(
             envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, played, False)
         set_threads(args.num_threads, is_large(envs.single_observation_space), world)
         keep_freed_memory()
-        flush_denormals(True)
-        stack.callback(flush_denormals, False)
         yield envs
 
 

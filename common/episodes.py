@@ -16,20 +16,25 @@ EVALUATION_BOUNDARY = 100  # steps of an evaluation
 
 
 def evaluate(
-    act: Callable[[np.ndarray], np.ndarray], envs: Environments | None, episodes: int, world: World
+    act: Callable[[np.ndarray], np.ndarray],
+    envs: Environments | None,
+    episodes: int,
+    world: World,
+    checkpoint: int = 0,
 ) -> dict[str, float]:
     """Play episode e from its own seed, always the same, on the rank that has it -> a row of means and seconds.
 
     Every `EVALUATION_BOUNDARY` steps the ranks meet, so that a long evaluation is no hang; a stop request cuts it
     short, and then its row counts for nothing (`world.stop`).
     `act` maps a shard's observations (n, *shape) to actions for `envs`, which hold one environment for each of this
-    rank's episodes (None where it has none). An episode of `MAX_STEPS` counts as it stands.
+    rank's episodes (None where it has none). `checkpoint`: the number of the last one, or 0. An episode of `MAX_STEPS`
+    counts as it stands.
     """
     start, results = time.perf_counter(), np.zeros((episodes, 2))  # returns and lengths; those of other ranks stay 0
     first = []  # actions of episode 0, on rank 0
     playing = np.zeros(0, dtype=bool)
     if envs is not None:
-        obs, act = envs.start(), per_shard(act, envs.shards, world)
+        obs, act = envs.start(checkpoint), per_shard(act, envs.shards, world)
         playing = np.ones(envs.num_envs, dtype=bool)
     for step in range(1, MAX_STEPS + 1):
         if playing.any():

@@ -7,7 +7,8 @@ import os
 import random
 import re
 import signal
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -56,14 +57,14 @@ def make_vec(
         own["repeat_action_probability"] = 0.0  # as in the published results for NoFrameskip-v4
         own |= options | (COLOURS if draws else {})
         return gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **own)
-    wrappers = [partial(Worker, seed=seed)] if vectorization == "async" else []
+    own = {"render_mode": "rgb_array"} if draws else {}
+    wrappers = [partial(Simulator, make=partial(gym.make, env_id, **own, **options), seed=seed)]
     if env_id.startswith("MinAtar/"):
         from minatar.gym import register_envs
 
         if "MinAtar/Breakout-v1" not in gym.registry:
             register_envs()
         wrappers.append(Unstick)
-    own = {"render_mode": "rgb_array"} if draws else {}
     own["vector_kwargs"] = same_step | {"copy": False}  # scripts copy what they keep
     return gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, wrappers=wrappers, **own, **options)
 
@@ -84,14 +85,30 @@ def atari_hint(env_id: str) -> str:
     return f" Here it is ALE/{game}-v5." if f"ALE/{game}-v5" in gym.registry and "/" not in game else ""
 
 
-class Worker(gym.Wrapper):
-    """In a worker process: Ctrl-C spares it, and it never outlives its rank.
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Leave `random` and `numpy.random` afterwards as they are now."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
-    Libraries are seeded for it alone, and at each reset with a seed, so that what follows depends on that only.
+
+MAKE_ANEW = {"make_anew": True}  # an option of `reset`
+
+
+class Simulator(gym.Wrapper):
+    """One environment that is written in Python. `make` makes it once more.
+
+    In a worker process Ctrl-C spares it, and it never outlives its rank. There, libraries are seeded for it alone, and
+    at each reset with a seed, so that what follows depends on that only.
     """
 
-    def __init__(self, env: gym.Env, seed: int) -> None:
+    def __init__(self, env: gym.Env, make: Callable[[], gym.Env], seed: int) -> None:
         super().__init__(env)
+        self.make = make
         name, _, index = multiprocessing.current_process().name.partition("-")
         self.apart = name == "Worker<AsyncVectorEnv>"  # the rank itself makes one too, for its spaces
         if self.apart:
@@ -100,9 +117,20 @@ class Worker(gym.Wrapper):
             seed_libraries(seed + int(index))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        if options == MAKE_ANEW:
+            self.env.close()
+            with kept_random_state():
+                self.env = self.make()
+            options = None
         if self.apart and seed is not None:
             seed_libraries(seed)
         return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:  # the vector keeps it while it resets, and many return one array at each step
+            obs = np.array(obs, self.observation_space.dtype)
+        return obs, reward, terminated, truncated, info
 
 
 class Unstick(gym.Wrapper):

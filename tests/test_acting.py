@@ -117,7 +117,15 @@ def hooked() -> nn.Module:
     return layer
 
 
+def aliased(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`h += ...` changes `skip` too."""
+    h = skip = module.layer(x)
+    h += module.weight
+    return h * skip
+
+
 UNKNOWN = {  # what is said, function, layer
+    "an operation in place": (r"an operation such as \+= is not translated", aliased, None),
     "an operation": ("special_erfcx is not translated", lambda m, x: torch.special.erfcx(x), None),
     "of a layer": ("softsign is not translated, in Softsign layer", lambda m, x: m.layer(x), nn.Softsign()),
     "dropout": (

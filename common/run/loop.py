@@ -248,7 +248,8 @@ class Run:
 
     def _evaluate(self, global_step: int, act: Act) -> float:
         """Play and log the evaluation -> its mean return."""
-        row = evaluate(act, self.envs.evaluation, self.args.eval_episodes, self.world)  # collective
+        number = self.checkpoints.number
+        row = evaluate(act, self.envs.evaluation, self.args.eval_episodes, self.world, number)  # collective
         if not self.world.stop:  # which cuts it short
             self.logger.log(global_step, row)
         return row["eval/episodic_return"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from common.environments import Episode
 from common.errors import BadInput
-from common.simulators import make_vec
+from common.simulators import kept_random_state, make_vec
 
 FPS = 30  # at most: of more steps a second, each second, third, ... is drawn
 LEAST_SIDE = 256  # pixels of the longer side: smaller pictures are enlarged
@@ -40,11 +39,14 @@ def film(path: Path, env_id: str, env_kwargs: str, episode: Episode, alive: Call
     """
     import av
 
-    states = random.getstate(), np.random.get_state()  # an environment may draw from these
     path.parent.mkdir(exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
-        with closing(pictures(env_id, env_kwargs, episode)) as drawn, av.open(part, "w", format="mp4") as file:
+        with (
+            kept_random_state(),  # an environment may draw from it
+            closing(pictures(env_id, env_kwargs, episode)) as drawn,
+            av.open(part, "w", format="mp4") as file,
+        ):
             stream = file.add_stream("libx264", rate=next(drawn), options={"crf": "18"})
             stream.pix_fmt = "yuv420p"
             for number, picture in enumerate(drawn):
@@ -56,8 +58,6 @@ def film(path: Path, env_id: str, env_kwargs: str, episode: Episode, alive: Call
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def pictures(env_id: str, env_kwargs: str, episode: Episode) -> Iterator[Any]:
