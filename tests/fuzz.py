@@ -162,11 +162,14 @@ def drawn(seed: int, number: int) -> Draw:
     if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
         flags["eval-episodes"] = str(chance.randint(1, 4 if kind == "Atari" else chance.choice((8, 24))))
-        if chance.random() < 0.1:
+        if chance.random() < 0.15:
             flags["eval-every"] = str(chance.randint(total // 2, 3 * total // 4))
             flags["stop-at-return"] = str(round(chance.gauss(-3, 5), 2))
     else:
         flags["eval-every"] = "0"
+    if '"remembers": true' in flags["env-kwargs"]:
+        flags["eval-every"] = "0"  # docs/environments.md: an episode depends on those that its process played before
+        flags.pop("stop-at-return", None)
     if chance.random() < 0.15:
         flags["num-threads"] = chance.choice("12")
     if chance.random() < 0.05 and kind != "Atari":
@@ -224,16 +227,22 @@ def network(chance: random.Random, side: int) -> dict[str, str]:
     return {"network": "impala"} if side <= 12 and chance.random() < 0.3 else {}
 
 
+def sizes_of(script: str, flags: dict[str, str]) -> tuple[int, int]:
+    """The transitions between two steps at which a checkpoint may be, and those of the shortest run."""
+    unit = int(flags["num-envs"])
+    if script in ("dqn", "sac"):
+        frequency = int(flags["train-frequency"]) * int(flags.get("policy-frequency", 1))
+        return unit, int(flags["learning-starts"]) + frequency + 2 * unit
+    unit *= int(flags["num-steps"])
+    if flags.get("aux-epochs", "0") != "0":
+        unit *= int(flags["n-pi"])
+    return unit, unit
+
+
 def start_twice(chance: random.Random, script: str, flags: dict[str, str], launch: Launch) -> None:
     """Let a launch's first start end early; `flags` get what a longer run needs."""
-    total, every, unit = (int(flags[name]) for name in ("total-timesteps", "checkpoint-every", "num-envs"))
-    least = 0
-    if script in ("dqn", "sac"):
-        least = int(flags["learning-starts"]) + 2 * unit + int(flags["train-frequency"])
-    else:
-        unit *= int(flags["num-steps"])
-        if flags.get("aux-epochs", "0") != "0":
-            unit *= int(flags["n-pi"])
+    total, every = int(flags["total-timesteps"]), int(flags["checkpoint-every"])
+    unit, least = sizes_of(script, flags)
     first = -(-every // unit) * unit  # the step of the first checkpoint
     lengths = range(max(first + unit, least), total, unit)
     launch.ending = chance.choices(ENDINGS, (30, 30, 40 if lengths else 0))[0]
@@ -413,7 +422,7 @@ def break_last_observation() -> None:
         obs, *rest = self.env.step(action)
         return simulators.np.asarray(obs, self.observation_space.dtype), *rest
 
-    simulators.Owned.step = broken
+    simulators.Simulator.step = broken
 
 
 def break_last_step() -> None:
@@ -473,18 +482,9 @@ def serve() -> None:
             os._exit(0)
 
 
-def launched(
-    script: str,
-    words: list[str],
-    output: str,
-    processes: int,
-    kill: float,
-    behind_checkpoint: bool,
-    run_dir: str,
-    broken: str,
-    reply: str,
-) -> None:
+def launched(start: list, script: str, words: list[str], output: str, run_dir: str, broken: str, reply: str) -> None:
     """Fork the ranks of a `Start`, and leave their exit codes in the file `reply`."""
+    processes, _, kill, behind_checkpoint = start
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     ranks = []
@@ -623,11 +623,7 @@ def starts_of(draw: Draw, launch: Launch) -> list[Start]:
 def start_of_model(draw: Draw) -> Start:
     """The short run whose model a draw loads."""
     flags = {name: value for name, value in draw.flags.items() if name not in ("checkpoint-every", "stop-at-return")}
-    unit = int(flags["num-envs"])
-    if draw.script in ("dqn", "sac"):
-        total = int(flags["learning-starts"]) + int(flags["train-frequency"]) + 2 * unit
-    else:
-        total = unit * int(flags["num-steps"]) * int(flags.get("n-pi", 1))
+    _, total = sizes_of(draw.script, flags)
     return Start(1, flags | {"total-timesteps": str(total), "eval-every": "0"})
 
 
@@ -675,9 +671,8 @@ def run_of(
             code, text = done.code, done.out
         else:
             threads = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
-            job = {"script": str(script), "words": words_of(draw, start, run_dir), "output": str(output)}
-            job |= {"processes": start.processes, "kill": start.kill, "behind_checkpoint": start.behind_checkpoint}
-            job |= {"run_dir": str(run_dir), "broken": broken}
+            job = {"start": start, "script": str(script), "words": words_of(draw, start, run_dir)}
+            job |= {"output": str(output), "run_dir": str(run_dir), "broken": broken}
             codes = servers.ask(threads, draw.processor, script.with_name("reply"), **job)
             code, text = max(codes, key=abs), output.read_text()
         if code and start.kill < 0:
@@ -804,27 +799,22 @@ def report(
 
 
 def count_values(draw: Draw, counts: dict[str, Counter]) -> None:
-    """Add what a draw had, flag by flag; numbers of many values by their number of digits."""
-    environment = json.loads(draw.flags["env-kwargs"])
-    values = {"script": draw.script, "edit": draw.edit or "none", "launched as a user does": str(draw.real)}
-    values |= {"--env-id": draw.flags["env-id"], "loads a model": str(draw.loads)}
-    if "dtype" in environment:
-        values |= {"observations": f"{environment['dtype']}, {len(environment['shape'])}-D"}
-        values |= {"actions": environment.get("action_dtype", "discrete")}
-        values |= {"terminations": str(environment["end"]), "truncations": str(environment["cut"])}
-        values |= {"remembers": str(environment["remembers"])}
-    values["processor"] = draw.processor
+    """Add what a draw had, name by name, except what has many values."""
+    many = {"seed", "total-timesteps", "eval-every", "learning-starts", "buffer-size", "log-every", "checkpoint-every"}
+    many |= {"check-sync-every", "env-kwargs", "num-steps", "stop-at-return", "shape", "actions"}
+    options = json.loads(draw.flags["env-kwargs"])
+    values = {
+        name: "on" if value == "" else value for name, value in (draw.flags | options).items() if name not in many
+    }
+    values |= {"script": draw.script, "edit": draw.edit or "none", "processor": draw.processor}
+    values |= {"launched as a user does": draw.real, "loads a model": draw.loads}
+    values |= {"processes": draw.launches[1].processes, "actions": options.get("action_dtype", "discrete")}
     twice = [x for x in draw.launches if x.ending]
     values["started twice"] = "".join(f"{x.ending}, on {x.before}, then {x.processes}" for x in twice) or "no"
     values["quirks"] = "; ".join(name for x in draw.launches for name in x.quirks) or "none"
-    for launch, name in zip(draw.launches, ("OMP_NUM_THREADS of python", "OMP_NUM_THREADS of torchrun"), strict=True):
-        values[name] = launch.threads or "unset"
-    values["processes"] = str(draw.launches[1].processes)
-    many = {"seed", "total-timesteps", "eval-every", "learning-starts", "buffer-size", "log-every", "checkpoint-every"}
-    many |= {"check-sync-every", "env-id", "env-kwargs", "num-steps", "stop-at-return"}
-    values |= {f"--{name}": value or "on" for name, value in draw.flags.items() if name not in many}
+    values["OMP_NUM_THREADS"] = ", then ".join(launch.threads or "unset" for launch in draw.launches)
     for name, value in values.items():
-        counts.setdefault(name, Counter())[value] += 1
+        counts.setdefault(name, Counter())[str(value)] += 1
 
 
 if __name__ == "__main__":
