@@ -42,8 +42,23 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import tyro
+from torch.utils._pytree import tree_leaves
 
+from common import (
+    acting,
+    distributed,
+    environments,
+    episodes,
+    machine,
+    normalization,
+    replay,
+    shards,
+    simulators,
+)
+from common.run import checkpoint, loop
 from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run
 
 LEAST = 20  # gradient steps of a draw that counts
@@ -102,10 +117,7 @@ EDITS = {
     "unseeded draws": {script: NOISE.format(loss) for script, loss in LOSSES.items()},
 }
 TOLD = "one process without --shards may have it|depend on the number of processes"
-REFUSED = (
-    "dropout",
-    "unseeded draws",
-)  # edits that end in a refusal, or in a line that says that the bytes depend on the processes
+REFUSED = ("dropout", "unseeded draws")  # edits that end in a refusal, or in a line that says what `TOLD` matches
 
 
 QUIRKS = ("infos", "infos of resets", "buffer", "lists", "int32", "int8")  # of `tests.envs:Drawn-v0`
@@ -154,8 +166,7 @@ def drawn(seed: int, number: int) -> Draw:
     sizes = (1, 2) if kind == "Atari" or "network" in flags else (1, 2, 3, 5, 9, 16, 16)
     num_envs = shards * chance.choice([n for n in sizes if n * shards <= 64])
     flags["num-envs"] = str(num_envs)
-    own = {"ppo": on_policy, "ppg": on_policy, "dqn": off_policy, "sac": off_policy}[script](chance, script, num_envs)
-    flags |= own
+    flags |= (on_policy if script in ("ppo", "ppg") else off_policy)(chance, script, num_envs)
     if kind != "vectors":
         flags.pop("norm-obs", None)
     total = int(flags["total-timesteps"])
@@ -278,11 +289,8 @@ def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, st
         n_pi = chance.choice((1, 2, 3))
         iterations = -(-iterations // n_pi) * n_pi + chance.choice((0, n_pi - 1))
         parts = [d for d in range(1, 13) if n_pi * steps % d == 0]
-        flags |= {
-            "n-pi": str(n_pi),
-            "aux-epochs": chance.choice("0122"),
-            "num-aux-minibatches": str(chance.choice(parts)),
-        }
+        flags |= {"n-pi": str(n_pi), "aux-epochs": chance.choice("0122")}
+        flags["num-aux-minibatches"] = str(chance.choice(parts))
     return flags | {"total-timesteps": str(iterations * steps * num_envs)}
 
 
@@ -299,15 +307,12 @@ def off_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, s
     flags |= {"target-network-frequency": str(chance.choice((1, 10))), "tau": chance.choice(("0.005", "0.5", "1.0"))}
     flags |= switch(chance, "prioritized")
     if script == "dqn":
-        flags |= {"n-step": str(n_step), "loss": chance.choice(("mse", "huber"))} | switch(
-            chance, "double-q", "dueling", "anneal-lr"
-        )
+        flags |= {"n-step": str(n_step), "loss": chance.choice(("mse", "huber"))}
+        flags |= switch(chance, "double-q", "dueling", "anneal-lr")
         flags |= {"max-grad-norm": chance.choice(("inf", "0.5")), "end-e": chance.choice(("0.05", "0.5"))}
     else:
-        flags |= switch(chance, "autotune") | {
-            "policy-frequency": chance.choice("123"),
-            "alpha": chance.choice(("1.0", "0.1")),
-        }
+        flags |= switch(chance, "autotune")
+        flags |= {"policy-frequency": chance.choice("123"), "alpha": chance.choice(("1.0", "0.1"))}
     return flags
 
 
@@ -320,50 +325,35 @@ def tip() -> float:
 
 
 def break_threads() -> None:
-    from common import machine
-
     machine.threadpool_limits = lambda *_: None
 
 
 def break_alignment() -> None:
-    from common import acting, replay, shards
-    from common.run import loop
-
     for module in (acting, loop, replay, shards):
-        module.to_tensor = shards.torch.from_numpy
+        module.to_tensor = torch.from_numpy
 
 
 def break_acting() -> None:
-    from common import acting
-
     per_shard = acting.per_shard
     acting.per_shard = lambda *args: lambda *inputs: per_shard(*args)(*inputs) * tip()
 
 
 def break_normaliser() -> None:
-    from common.normalization import RunningMoments
-
-    std = RunningMoments.std.fget
-    RunningMoments.std = property(lambda self: std(self) * tip())
+    std = normalization.RunningMoments.std.fget
+    normalization.RunningMoments.std = property(lambda self: std(self) * tip())
 
 
 def break_advantages() -> None:
-    from common import normalization
-
     standardized = normalization.standardized
     normalization.standardized = lambda *args: [x * tip() for x in standardized(*args)]
 
 
 def break_tree() -> None:
-    from common import shards
-
     shards.tree_sum = lambda parts: sum(parts[1:], parts[0])
 
 
 def break_masses() -> None:
-    from common.replay import ReplayBuffer
-
-    sum_blocks = ReplayBuffer._sum_blocks
+    sum_blocks = replay.ReplayBuffer._sum_blocks
 
     def broken(self) -> None:
         touched = bool(self.touched)
@@ -371,40 +361,32 @@ def break_masses() -> None:
         # more than a rounding: a mass decides only on which side of a border between two places a point falls
         self.block_sums[:1] *= 1 + 0.01 * int(os.environ.get("WORLD_SIZE", 1)) if touched else 1.0
 
-    ReplayBuffer._sum_blocks = broken
+    replay.ReplayBuffer._sum_blocks = broken
 
 
 def break_evaluation() -> None:
-    from common.run import loop
-
     evaluate = loop.evaluate
     loop.evaluate = lambda act, *rest: evaluate(lambda obs: act(obs) * type(obs[0].flat[0])(tip()), *rest)
 
 
 def break_generator() -> None:
-    from common.run import checkpoint
-
     restore = checkpoint.restore
-    skipped = checkpoint.torch.Generator
+    skipped = torch.Generator
     checkpoint.restore = lambda value, saved: None if isinstance(value, skipped) else restore(value, saved)
 
 
 def break_stack() -> None:
-    from common.replay import ReplayBuffer
-
-    observations = ReplayBuffer._observations
+    observations = replay.ReplayBuffer._observations
 
     def broken(self, env, time):
         late = int(self.stack > 1 and self.world.rank == 1)
         return observations(self, env, time - late)
 
-    ReplayBuffer._observations = broken
+    replay.ReplayBuffer._observations = broken
 
 
 def break_names() -> None:
-    from common.environments import EpisodeStatistics
-
-    step = EpisodeStatistics.step
+    step = environments.EpisodeStatistics.step
 
     def broken(self, rewards, *ends):
         *ends, infos = ends
@@ -412,24 +394,20 @@ def break_names() -> None:
             ends = [end & infos["game_over"] for end in ends]
         return step(self, rewards, *ends, infos)
 
-    EpisodeStatistics.step = broken
+    environments.EpisodeStatistics.step = broken
 
 
 def break_last_observation() -> None:
-    from common import simulators
-
     def broken(self, action):
         obs, *rest = self.env.step(action)
-        return simulators.np.asarray(obs, self.observation_space.dtype), *rest
+        return np.asarray(obs, self.observation_space.dtype), *rest
 
     simulators.Simulator.step = broken
 
 
 def break_last_step() -> None:
     """A run that was shorter keeps its last step."""
-    from common.run.loop import Run
-
-    begin = Run.begin
+    begin = loop.Run.begin
 
     def broken(self, act, last_step, schedules):
         begin(self, act, last_step, schedules)
@@ -439,14 +417,12 @@ def break_last_step() -> None:
         self.world.gather([])
         self.last_step = int(kept.read_text())
 
-    Run.begin = broken
+    loop.Run.begin = broken
 
 
 def break_infos() -> None:
     """Rank 0 alone takes its infos for rewards."""
-    from common.environments import Environments
-
-    step = Environments.step
+    step = environments.Environments.step
 
     def broken(self, actions):
         obs, rewards, *ends, infos = step(self, actions)
@@ -454,7 +430,7 @@ def break_infos() -> None:
             rewards = rewards + infos["lives"]
         return obs, rewards, *ends, infos
 
-    Environments.step = broken
+    environments.Environments.step = broken
 
 
 VALUES = """
@@ -519,8 +495,6 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
-        from common import distributed
-
         if broken in BREAKS:
             BREAKS[broken]()
         assert_aligned()
@@ -536,10 +510,6 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
 
 def assert_aligned() -> None:
     """From now on, assert the address of each matrix or image that enters a loss, or a network that acts."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    from common import acting, episodes
 
     def check(what: str, inputs: tuple) -> None:
         for x in tree_leaves(inputs):
