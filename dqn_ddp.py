@@ -5,6 +5,9 @@
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 dqn_ddp.py --num-envs 8
 
 To use it in a project of your own, copy this file and `common/`.
+A shard is a group of environments whose numbers are computed in arrays of their own, because sums and products round
+differently in arrays of another shape. With `--shards N` there are N shards, however many processes run, so a process
+may hold several: `batches` and `stats` are lists with an entry for each. Without, it has one.
 
 Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling networks
 arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
@@ -42,7 +45,7 @@ from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
 from common.replay import Batch, ReplayBuffer
-from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
+from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole, next_multiple
 from common.run.launch import launch
 from common.run.loop import Run, crossed, open_run
 
@@ -114,8 +117,8 @@ class Args(RunArgs):
         self.require(fits, "batch_size", f"at most --buffer-size ({self.buffer_size})")
         smallest = self.num_envs * self.n_step
         self.require(self.buffer_size >= smallest, "buffer_size", f"at least {smallest} with --n-step")
-        start = max(self.learning_starts, self.num_envs * self.n_step) // self.num_envs * self.num_envs
-        first = -(-(start // self.train_frequency + 1) * self.train_frequency // self.num_envs) * self.num_envs
+        start = max(self.learning_starts, smallest) // self.num_envs * self.num_envs
+        first = next_multiple(next_multiple(start + 1, self.train_frequency), self.num_envs)
         needed = f"at least {first}, which has a gradient step (--learning-starts {self.learning_starts})"
         self.require_budget(first, needed)
 
@@ -173,13 +176,20 @@ class QNetwork(nn.Module):
 class TDLoss(nn.Module):
     """The temporal-difference loss of one shard's part of a batch. DDP wraps this, not the networks."""
 
-    def __init__(self, q_network: QNetwork, huber: bool, scale: float) -> None:
+    def __init__(self, q_network: QNetwork, target_network: QNetwork, args: Args, num_shards: int) -> None:
         super().__init__()
-        self.q_network, self.td_loss = q_network, F.smooth_l1_loss if huber else F.mse_loss
-        self.scale = scale  # num_shards / batch_size: the gradients' mean over shards is then the batch's
+        self.q_network = q_network
+        self.target_network = target_network  # without gradients
+        self.double_q = args.double_q
+        self.td_loss = F.smooth_l1_loss if args.loss == "huber" else F.mse_loss
+        self.scale = num_shards / args.batch_size  # the gradients' mean over shards is then the batch's
 
-    def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""
+        with torch.no_grad():
+            next_target_q = self.target_network(batch.next_obs)
+            next_q = self.q_network(batch.next_obs) if self.double_q else next_target_q
+            td_target = compute_td_target(batch.rewards, batch.discounts, next_target_q, next_q)
         old_val = self.q_network(batch.obs).gather(1, batch.actions.unsqueeze(1)).squeeze(1)
         loss = (batch.weights * self.td_loss(old_val, td_target, reduction="none")).sum() * self.scale
         stats = {"td_loss": loss, "q_values": old_val.sum() * self.scale, "td_errors": old_val - td_target}
@@ -191,24 +201,30 @@ class TDLoss(nn.Module):
 NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 
 
-def collect(args: Args, run: Run, rb: ReplayBuffer, acting: Acting, generator: torch.Generator) -> Iterator[float]:
-    """Iterate over vector steps: start all environments, then store one step in `rb` at a time and yield epsilon."""
-    envs, local_envs = run.envs, run.world.local_slice(args.num_envs)
+def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: torch.Generator) -> Iterator[float]:
+    """Store one vector step in `rb` at a time and yield epsilon, for ever.
+
+    All environments start anew where the run says so: at the beginning, and after each checkpoint.
+    """
+    envs = run.envs
+    local_envs = run.world.local_slice(args.num_envs)
     num_actions = int(envs.single_action_space.n)
-    obs = run.start_environments()
-    rb.start(obs)
-    first_step = run.global_step // args.num_envs
-    for step in itertools.count(first_step):
-        # all environments' noise is drawn on every rank, each takes its own
-        if step == first_step or step % NOISE_STEPS == 0:
-            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)[:, :, local_envs].numpy()
-            q_values = acting.refresh(obs)
-        progress = step * args.num_envs / max(1.0, args.exploration_fraction * run.last_step)
-        epsilon = linear_schedule(args.start_e, args.end_e, progress)
+    exploration_steps = max(1.0, args.exploration_fraction * run.last_step)
+    for step in itertools.count(run.global_step // args.num_envs):
+        starts = run.environments_end
+        if starts:
+            obs = run.start_environments()
+            rb.start(obs)
+        if starts or step % NOISE_STEPS == 0:
+            # all environments' noise is drawn on every process, each takes its own
+            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)
+            noise = noise[:, :, local_envs].numpy()
+        epsilon = linear_schedule(args.start_e, args.end_e, step * args.num_envs / exploration_steps)
         explore, choice = noise[step % NOISE_STEPS]
-        actions, greedy = (choice * num_actions).astype(np.int64), explore >= epsilon
+        actions = (choice * num_actions).astype(np.int64)
+        greedy = explore >= epsilon
         if greedy.any():
-            actions = np.where(greedy, q_values(obs).argmax(-1), actions)
+            actions = np.where(greedy, policy(obs).argmax(-1), actions)
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
         rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos)
@@ -224,13 +240,13 @@ def linear_schedule(start: float, end: float, fraction: float) -> float:
 
 
 def compute_td_target(
-    rewards: torch.Tensor, discounts: torch.Tensor, next_target_q: torch.Tensor, next_q: torch.Tensor | None
+    rewards: torch.Tensor, discounts: torch.Tensor, next_target_q: torch.Tensor, next_q: torch.Tensor
 ) -> torch.Tensor:
     """rewards, discounts (b,) + the target network's values (b, n) of what follows -> targets (b,).
 
-    The action is the target network's best, or that of the online values `next_q` (b, n) where given (double Q).
+    The action is the best by `next_q` (b, n): the target network's values, or the online network's (double Q).
     """
-    best = (next_target_q if next_q is None else next_q).argmax(1, keepdim=True)
+    best = next_q.argmax(1, keepdim=True)
     return rewards + discounts * next_target_q.gather(1, best).squeeze(1)
 
 
@@ -251,56 +267,38 @@ def main(args: Args) -> None:
 
 def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
-    world, device, envs = run.world, run.device, run.envs
+    world = run.world
+    envs = run.envs
     budget = args.total_timesteps // args.num_envs * args.num_envs
 
-    # the same networks and the same generator on all ranks
+    # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
-    sizes = envs.single_observation_space, int(envs.single_action_space.n)
-    q_network = QNetwork(*sizes, args.dueling, args.network).to(device)
+    num_actions = int(envs.single_action_space.n)
+    q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network).to(run.device)
     target_network = deepcopy(q_network).requires_grad_(False)
-    parameters, target_parameters = list(q_network.parameters()), list(target_network.parameters())
+    parameters = list(q_network.parameters())
+    target_parameters = list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    initial_rates = [group["lr"] for group in optimizer.param_groups]
-    run.keep(q_network=q_network, target_network=target_network, optimizer=optimizer, generator=generator, replay=rb)
-    loss_fn = TDLoss(q_network, args.loss == "huber", world.num_shards / args.batch_size)
-    # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and targets use the bare networks
-    options = {"gradient_as_bucket_view": run.device.type == "cpu", "static_graph": True}  # GPUs round sums by address
+    run.register(q_network=q_network, target_network=target_network, optimizer=optimizer)
+    run.register(generator=generator, replay=rb)
+    loss_fn = TDLoss(q_network, target_network, args, world.num_shards)
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting uses the
+    # bare network. GPUs round sums by address, so there gradients stay where they were computed.
+    options = {"gradient_as_bucket_view": run.device.type == "cpu"}
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
-    run.average_gradients(ddp_loss)
-
-    def update(rates: list, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
-        """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""
-        stats = []
-        for batch in batches:  # one per shard; hooks keep the gradients of earlier ones over `zero_grad`
-            with torch.no_grad():
-                next_q = q_network(batch.next_obs) if args.double_q else None
-                td_target = compute_td_target(batch.rewards, batch.discounts, target_network(batch.next_obs), next_q)
-            loss, batch_stats = ddp_loss(batch, td_target)
-            optimizer.zero_grad()
-            loss.backward()  # collective
-            stats.append(batch_stats)
-        if args.max_grad_norm < math.inf:
-            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # here, so that a CUDA graph of this function reads the new one
-        optimizer.step()
-        return stats
-
-    update = run.graphed(update, optimizer)
-    acting = Acting(q_network, world, envs.shards, run.logger.note, run.graphed(q_network))
+    policy = run.policy(q_network)
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return acting.network(obs).argmax(-1)
+        return policy.by_module(obs).argmax(-1)
 
+    initial_rates = [group["lr"] for group in optimizer.param_groups]
     schedules = {"anneal_lr": args.anneal_lr, "per_beta": args.prioritized}
-    schedules |= {"exploration_fraction": args.exploration_fraction}
-    run.begin(act, budget, schedules)  # collective
+    schedules["exploration_fraction"] = args.exploration_fraction
+    run.load_or_start(act, budget, **schedules)  # collective
+    experience = collect(args, run, rb, policy, generator)
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
-            experience = collect(args, run, rb, acting, generator)
         rollout_start = time.perf_counter()
         epsilon = next(experience)
         update_start = time.perf_counter()
@@ -310,25 +308,30 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         fraction = 1.0 - run.global_step / budget if args.anneal_lr else 1.0
         if updates and global_step > max(args.learning_starts, args.num_envs * args.n_step):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
-            rates = [run.number(fraction * rate) for rate in initial_rates]
+            for group, rate in zip(optimizer.param_groups, initial_rates, strict=True):
+                group["lr"] = fraction * rate
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective
-                stats = update(*run.upload((rates, batches)))  # collective
+                optimizer.zero_grad()
+                stats = run.backward(ddp_loss, batches)  # collective: the mean gradient of all shards
+                if args.max_grad_norm < math.inf:
+                    nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                optimizer.step()
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
                 run.means.add(stats)
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-            acting.copy_parameters()
         run.means.seconds["time/rollout"] += update_start - rollout_start
         run.means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
             row = run.means.row()  # collective
-            row |= {"charts/learning_rate": fraction * args.learning_rate, "charts/epsilon": epsilon}
+            row["charts/learning_rate"] = fraction * args.learning_rate
+            row["charts/epsilon"] = epsilon
             run.logger.log(global_step, row)
-        if run.boundary(global_step, act):  # collective
+        if run.evaluate_and_checkpoint(global_step, act):  # collective
             break
     run.finish()
 

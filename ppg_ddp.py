@@ -5,8 +5,9 @@
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppg_ddp.py --num-envs 8
 
 To use it in a project of your own, copy this file and `common/`.
-A shard is a group of environments (common/shards.py); a rank holds one, or more with `--shards`. The lists `rollouts`,
-`batches`, `inds` and `minibatches` have one entry for each shard of this rank.
+A shard is a group of environments whose numbers are computed in arrays of their own, because sums and products round
+differently in arrays of another shape. With `--shards N` there are N shards, however many processes run, so a process
+may hold several: `rollouts`, `batches`, `inds` and `minibatches` are lists with an entry for each. Without, it has one.
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
 policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
@@ -43,7 +44,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -55,11 +55,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.encoders import Pixels, image_encoder
 from common.environments import open_environments
-from common.machine import require_memory
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.run.launch import launch
 from common.run.loop import Run, open_run
+from common.tensors import default_float
 
 
 @dataclass
@@ -245,9 +245,9 @@ class Batch(NamedTuple):
     returns: torch.Tensor
     advantages: torch.Tensor
 
-    def take(self, inds: torch.Tensor, advantages: torch.Tensor) -> Batch:
-        """The transitions of these indices (b,), with other advantages (b,)."""
-        return Batch(*(x[inds] for x in self[:-1]), advantages)
+    def take(self, inds: torch.Tensor) -> Batch:
+        """The transitions of these indices (b,)."""
+        return Batch(*(x[inds] for x in self))
 
 
 class PPOLoss(nn.Module):
@@ -308,7 +308,7 @@ class AuxLoss(nn.Module):
 class Rollout(NamedTuple):
     """What n environments gave in an iteration, as views of memory that the next one uses again."""
 
-    obs: np.ndarray | torch.Tensor  # (num_steps, n, *shape) as the environments give them; images on the device
+    obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
@@ -324,66 +324,88 @@ def learning_batch(
     args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
 ) -> Batch:
     """Values, log-probabilities, advantages and returns of a rollout."""
-    rewards = return_moments.scaled(rollout.rewards).astype(torch.empty(0).numpy().dtype)  # torch's default
+    rewards = return_moments.scaled(rollout.rewards).astype(default_float())
     num_steps, n = rewards.shape
     with torch.no_grad():
-        obs = run.tensor(obs_moments.normalized(rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:])))
-        actions = run.tensor(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
+        obs = rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:])
+        obs = run.upload(obs_moments.normalized(obs))
+        actions = run.upload(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
         features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
         logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
-        # in parts, as the update: values may take convolutions of their own, as PPG's do
-        parts = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
-        values = torch.cat([agent.value(*part) for part in parts])
-        last_obs = run.tensor(obs_moments.normalized(np.stack([*rollout.next_obs, *rollout.final_obs])))
+        # as many at once as in a minibatch, for memory: the value may have convolutions of its own, as PPG's has
+        chunks = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
+        values = torch.cat([agent.value(*chunk) for chunk in chunks])
+        last_obs = np.stack([*rollout.next_obs, *rollout.final_obs])
+        last_obs = run.upload(obs_moments.normalized(last_obs))
         last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
+
     next_value, final_values = np.split(last_values, [n])
     rewards[rollout.truncations] += args.gamma * final_values  # truncation bootstraps, termination does not
-    old_values, dones = values.cpu().numpy().reshape(num_steps, n), rollout.dones.astype(rewards.dtype)
-    advantages = run.tensor(compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda).ravel())
+    old_values = values.cpu().numpy().reshape(num_steps, n)
+    dones = rollout.dones.astype(rewards.dtype)
+    advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
+    advantages = run.upload(advantages.ravel())
     return Batch(obs, actions, logprobs, values, advantages + values, advantages)
 
 
 def collect(
-    args: Args, run: Run, agent: Agent, acting: Acting, generator: torch.Generator, obs_moments: RunningMoments
+    args: Args, run: Run, agent: Agent, policy: Acting, generator: torch.Generator, obs_moments: RunningMoments
 ) -> Iterator[list[Rollout]]:
-    """Iterate over rollouts: start all environments, then yield, every `num_steps` steps, one for each shard."""
-    envs, np_dtype = run.envs, torch.empty(0).numpy().dtype  # torch's default, as numpy's
-    shape = args.num_steps, envs.num_envs
+    """Yield rollouts of `num_steps` steps for ever, one for each shard of this process.
+
+    All environments start anew where the run says so: at the beginning, and after each checkpoint.
+    """
+    envs = run.envs
+    shape = (args.num_steps, envs.num_envs)
     action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
-    phase_obs = envs.storage(args.n_pi if args.aux_epochs else 1, *shape)
-    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np_dtype)
-    features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
-    rewards, terminations, truncations = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
-    next_obs, return_carry = run.start_environments(), np.zeros(envs.num_envs)
+    action_type = np.int64 if agent.discrete else default_float()
     draw = torch.rand if agent.discrete else torch.randn
+    phase_obs = envs.storage(args.n_pi if args.aux_epochs else 1, *shape)
+    actions = np.zeros((*shape, *action_shape), action_type)
+    features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
+    rewards = np.zeros(shape)
+    terminations = np.zeros(shape, bool)
+    truncations = np.zeros(shape, bool)
     for obs in itertools.cycle(phase_obs):  # for ever; each iteration fills the next part of the phase
-        # all environments' noise is drawn on every rank, each takes its own
+        if run.environments_end:
+            next_obs = run.start_environments()
+            return_carry = np.zeros(envs.num_envs)
+        # all environments' noise is drawn on every process, each takes its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
-        images, final_obs = run.device_memory(obs), {}  # the last of truncated episodes, by step and environment
-        policy = acting.refresh(obs_moments.normalized(next_obs))
+        final_obs = {}  # the last observations of truncated episodes, by step and environment
         with torch.inference_mode():
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 if features is None:
                     pi = policy(obs_moments.normalized(next_obs))
-                else:  # a GPU gets images once, and features are computed once
-                    images[step] = run.tensor(obs[step])
-                    outputs = [acting.forward(run.tensor(images[step, part])) for part in envs.shards]
-                    features[step] = torch.cat([feature for _, feature in outputs])
-                    pi = torch.cat([pi for pi, _ in outputs]).cpu().numpy()
+                else:  # images: their features are computed once
+                    outputs = [agent(run.upload(obs[step, shard])) for shard in envs.shards]
+                    pi = torch.cat([x for x, _ in outputs]).cpu().numpy()
+                    features[step] = torch.cat([x for _, x in outputs])
                 actions[step] = agent.sample(pi, noise[step])
                 next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
                 for i in truncations[step].nonzero()[0]:
                     final_obs[step, i] = np.array(infos["final_obs"][i])
-        dones, learned = terminations | truncations, np.sign(rewards) if envs.atari else rewards
+
+        dones = terminations | truncations
+        learned = np.sign(rewards) if envs.atari else rewards
         reward_sums = discounted_returns(learned, dones, args.gamma, return_carry) if args.norm_reward else learned
         rollouts = []
-        for part in envs.shards:
-            finals = [x for (_, i), x in final_obs.items() if part.start <= i < part.stop]
-            seen = (obs[:, part], None) if features is None else (images[:, part], features[:, part])
-            arrays = (x[:, part] for x in (actions, learned, reward_sums, dones, truncations))
-            rollouts.append(Rollout(*seen, *arrays, next_obs[part], finals, phase_obs[:, :, part]))
+        for shard in envs.shards:
+            rollout = Rollout(
+                obs=obs[:, shard],
+                features=None if features is None else features[:, shard],
+                actions=actions[:, shard],
+                rewards=learned[:, shard],
+                reward_sums=reward_sums[:, shard],
+                dones=dones[:, shard],
+                truncations=truncations[:, shard],
+                next_obs=next_obs[shard],
+                final_obs=[x for (_, i), x in final_obs.items() if shard.start <= i < shard.stop],
+                phase_obs=phase_obs[:, :, shard],
+            )
+            rollouts.append(rollout)
         yield rollouts
 
 
@@ -393,37 +415,22 @@ class Phase:
     def __init__(
         self, args: Args, run: Run, agent: Agent, rollout: Rollout, returns: torch.Tensor, obs_moments: RunningMoments
     ) -> None:
-        self.obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # a view; maybe more than a GPU holds
+        self.run = run
+        self.obs_moments = obs_moments
+        self.obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (K, n, *shape), maybe more than a GPU holds
         self.returns = returns  # (K * n,)
-        self.to_device = lambda obs, *more: run.tensors(obs_moments.normalized(obs), *more)
+        chunks = [x.reshape(-1, *x.shape[2:]) for x in np.split(self.obs, args.num_aux_minibatches)]
         with torch.no_grad():
-            parts = (part.reshape(-1, *part.shape[2:]) for part in np.split(self.obs, args.num_aux_minibatches))
-            self.old_pi = torch.cat([agent(*self.to_device(part))[0] for part in parts])  # (K * n, .), to be kept
+            self.old_pi = torch.cat([agent(self.upload(x))[0] for x in chunks])  # (K * n, .), to be preserved
+
+    def upload(self, obs: np.ndarray) -> torch.Tensor:
+        return self.run.upload(self.obs_moments.normalized(obs))
 
     def take(self, inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """obs, returns and old_pi of the transitions of these indices (b,)."""
-        obs, inds = self.to_device(self.obs[np.divmod(inds.numpy(), self.obs.shape[1])], inds)
-        return obs, self.returns[inds], self.old_pi[inds]
-
-
-# ALGO LOGIC: update
-
-
-def gradient_step(
-    loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, rates: list, minibatches: list
-) -> list[dict[str, torch.Tensor]]:
-    """One optimiser step on a minibatch of each shard of this rank -> what the loss reports for each."""
-    stats = []
-    for minibatch in minibatches:  # one per shard; hooks keep the gradients of earlier ones over `zero_grad`
-        loss, mb_stats = loss_fn(minibatch)
-        optimizer.zero_grad()
-        loss.backward()  # collective
-        stats.append(mb_stats)
-    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_grad_norm)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # here, so that a CUDA graph of this function reads the new one
-    optimizer.step()
-    return stats
+        steps, envs = np.divmod(inds.numpy(), self.obs.shape[1])
+        inds = self.run.upload(inds)
+        return self.upload(self.obs[steps, envs]), self.returns[inds], self.old_pi[inds]
 
 
 # ALGO LOGIC: pure helpers
@@ -437,8 +444,11 @@ def compute_gae(
     `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode (CleanRL's
     dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last observation's value.
     """
-    advantages, lastgaelam, nonterminal = np.empty_like(values), np.zeros_like(next_value), 1.0 - dones
-    delta = rewards + gamma * np.concatenate([values[1:], next_value[None]]) * nonterminal - values
+    advantages = np.empty_like(values)
+    lastgaelam = np.zeros_like(next_value)
+    nonterminal = 1.0 - dones
+    next_values = np.concatenate([values[1:], next_value[None]])
+    delta = rewards + gamma * next_values * nonterminal - values
     decay = gamma * gae_lambda * nonterminal
     for t in range(len(rewards) - 1, -1, -1):
         advantages[t] = lastgaelam = delta[t] + decay[t] * lastgaelam
@@ -469,73 +479,68 @@ def main(args: Args) -> None:
         space = envs.single_observation_space
         args.require(not args.norm_obs or len(space.shape) == 1, "norm_obs", "left off for image observations")
         args.require(args.network == "auto" or len(space.shape) == 3, "network", "left off for vector observations")
-        obs_nbytes = space.dtype.itemsize * math.prod(space.shape)
-        nbytes = args.num_steps * envs.num_envs * (obs_nbytes + 16 * args.update_epochs + 100)  # with draws, indices
-        if args.aux_epochs:
-            nbytes += args.n_pi * args.num_steps * envs.num_envs * (obs_nbytes + 16 * args.aux_epochs + 100)
-        require_memory("--num-steps", args.num_steps, nbytes, envs.world)
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run)
 
 
 def train(args: Args, run: Run) -> None:
     """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
-    world, envs = run.world, run.envs
+    world = run.world
+    envs = run.envs
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
 
-    # the same networks and the same generator on all ranks
+    # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    initial_rates = [group["lr"] for group in optimizer.param_groups]
     aux_loss_fn = AuxLoss(agent, args).to(run.device)
-    aux_optimizer = torch.optim.Adam(aux_loss_fn.parameters(), lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
-    initial_aux_rates = [group["lr"] for group in aux_optimizer.param_groups]
+    aux_parameters = list(aux_loss_fn.parameters())
+    aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
     obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
     return_moments = RunningMoments((), args.norm_reward)
-    run.keep(agent=agent, optimizer=optimizer, generator=generator)
-    run.keep(aux_critic=aux_loss_fn.aux_critic, aux_optimizer=aux_optimizer)
-    run.keep(obs_moments=obs_moments, return_moments=return_moments)
+    run.register(agent=agent, optimizer=optimizer, generator=generator)
+    run.register(aux_critic=aux_loss_fn.aux_critic, aux_optimizer=aux_optimizer)
+    run.register(obs_moments=obs_moments, return_moments=return_moments)
+    parameters = list(agent.parameters())
     loss_fn = PPOLoss(agent, args)
     if args.compile:
         loss_fn.compile()
         aux_loss_fn.compile()
-    # DDP: hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
-    # one wrapper for each loss, of exactly the parameters that it uses; with `static_graph`, two over the same fail
-    options = {"gradient_as_bucket_view": run.device.type == "cpu"}  # GPUs round sums by address
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting and
+    # bootstrapping use the bare agent. GPUs round sums by address, so there gradients stay where they were computed.
+    # One wrapper for each loss, of exactly the parameters that it uses.
+    options = {"gradient_as_bucket_view": run.device.type == "cpu"}
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
-    run.average_gradients(ddp_loss)
     ddp_aux_loss = DDP(aux_loss_fn, **options) if world.uses_ddp else aux_loss_fn  # collective
-    run.average_gradients(ddp_aux_loss)
-    update = run.graphed(partial(gradient_step, ddp_loss, optimizer, args.max_grad_norm), optimizer)
-    aux_update = run.graphed(partial(gradient_step, ddp_aux_loss, aux_optimizer, args.max_grad_norm), aux_optimizer)
-    acting = Acting(agent, world, envs.shards, run.logger.note, run.graphed(agent))
+    policy = run.policy(agent)
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return agent.mode(acting.network(obs_moments.normalized(obs)))
+        return agent.mode(policy.by_module(obs_moments.normalized(obs)))
 
+    experience = collect(args, run, agent, policy, generator, obs_moments)
+    initial_rates = [group["lr"] for group in optimizer.param_groups]
+    initial_aux_rates = [group["lr"] for group in aux_optimizer.param_groups]
     phase_returns = deque(maxlen=args.n_pi)
-    run.begin(act, num_iterations * batch_size, {"anneal_lr": args.anneal_lr})  # collective
+    run.load_or_start(act, num_iterations * batch_size, anneal_lr=args.anneal_lr)  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
-        if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
-            parts = rollouts = batches = phases = None  # frees their memory before `collect` takes as much again
-            experience = collect(args, run, agent, acting, generator, obs_moments)
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        rates = run.upload([run.number(fraction * rate) for rate in initial_rates])
-        aux_rates = run.upload([run.number(fraction * rate) for rate in initial_aux_rates])
+        for group, rate in zip(optimizer.param_groups, initial_rates, strict=True):
+            group["lr"] = fraction * rate
+        for group, rate in zip(aux_optimizer.param_groups, initial_aux_rates, strict=True):
+            group["lr"] = fraction * rate
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective
         batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
         update_start = time.perf_counter()
 
-        # update; all environments' random numbers are drawn on every rank, as the noise is
+        # update; all environments' random numbers are drawn on every process, as the noise is
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         draws = draws[:, world.local_slice(args.num_envs)]
-        inds = run.upload([minibatch_inds(draws[:, part], args.num_minibatches) for part in envs.shards])
+        inds = run.upload([minibatch_inds(draws[:, shard], args.num_minibatches) for shard in envs.shards])
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
@@ -545,11 +550,15 @@ def train(args: Args, run: Run) -> None:
         for epoch in range(args.update_epochs):
             kls = []
             for i in range(args.num_minibatches):
-                parts = zip(batches, inds, advantages, strict=True)
-                minibatches = [x.take(mb[epoch, i], adv[epoch, i]) for x, mb, adv in parts]
-                stats = update(rates, minibatches)  # collective
+                minibatches = []
+                for batch, mb, adv in zip(batches, inds, advantages, strict=True):
+                    minibatches.append(batch.take(mb[epoch, i])._replace(advantages=adv[epoch, i]))
+                optimizer.zero_grad()
+                stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient of all shards
+                nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                optimizer.step()
                 run.means.add(stats)
-                kls.append([part["approx_kl"] for part in stats])
+                kls.append([x["approx_kl"] for x in stats])
             if args.target_kl is not None:
                 of_shards = [torch.stack(x).double().mean(-1).cpu().numpy() for x in zip(*kls, strict=True)]
                 if world.gather_shards(of_shards).mean() > args.target_kl:  # collective
@@ -561,15 +570,19 @@ def train(args: Args, run: Run) -> None:
         phase_returns.append([batch.returns for batch in batches])
         may_checkpoint = not args.aux_epochs or iteration % args.n_pi == 0  # not within a policy phase
         if args.aux_epochs and may_checkpoint:
-            returns = [torch.cat(parts) for parts in zip(*phase_returns, strict=True)]  # by shard
+            returns = [torch.cat(x) for x in zip(*phase_returns, strict=True)]  # of each shard
             phases = [Phase(args, run, agent, *x, obs_moments) for x in zip(rollouts, returns, strict=True)]
             draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
             draws = draws[:, world.local_slice(args.num_envs)]
-            aux_inds = [minibatch_inds(draws[:, part], args.num_aux_minibatches) for part in envs.shards]
+            aux_inds = [minibatch_inds(draws[:, shard], args.num_aux_minibatches) for shard in envs.shards]
             for aux_epoch in range(args.aux_epochs):
                 for i in range(args.num_aux_minibatches):
                     minibatches = [x.take(mb[aux_epoch, i]) for x, mb in zip(phases, aux_inds, strict=True)]
-                    run.means.add(aux_update(aux_rates, minibatches))  # collective
+                    aux_optimizer.zero_grad()
+                    stats = run.backward(ddp_aux_loss, minibatches)  # collective: the mean gradient of all shards
+                    nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
+                    aux_optimizer.step()
+                    run.means.add(stats)
                 world.gather([])  # collective; a stop request is heard here
                 if world.stop:
                     break
@@ -577,10 +590,11 @@ def train(args: Args, run: Run) -> None:
 
         run.means.seconds |= {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
         row = run.means.row()  # collective
-        row |= {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
+        row["charts/learning_rate"] = fraction * args.learning_rate
+        row["losses/epochs"] = epoch + 1
         row |= explained_variance([(x.advantages, x.values) for x in batches], world)  # collective
         run.logger.log(iteration * batch_size, row)
-        if run.boundary(iteration * batch_size, act, may_checkpoint):  # collective
+        if run.evaluate_and_checkpoint(iteration * batch_size, act, may_checkpoint):  # collective
             break
     run.finish()
 

@@ -5,6 +5,9 @@
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 sac_ddp.py --num-envs 8
 
 To use it in a project of your own, copy this file and `common/`.
+A shard is a group of environments whose numbers are computed in arrays of their own, because sums and products round
+differently in arrays of another shape. With `--shards N` there are N shards, however many processes run, so a process
+may hold several: `batches`, `noise` and `stats` are lists with an entry for each. Without, it has one.
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay arXiv:1511.05952):
 1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
@@ -40,9 +43,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.acting import Acting
 from common.environments import open_environments
 from common.replay import Batch, ReplayBuffer
-from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
+from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole, next_multiple
 from common.run.launch import launch
 from common.run.loop import Run, crossed, open_run
+from common.tensors import default_float
 
 
 @dataclass
@@ -98,7 +102,7 @@ class Args(RunArgs):
         self.require(fits, "batch_size", f"at most --buffer-size ({self.buffer_size})")
         start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
-        first = -(-(start // period + 1) * period // self.num_envs) * self.num_envs
+        first = next_multiple(next_multiple(start + 1, period), self.num_envs)
         needed = f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
         self.require_budget(first, needed)
 
@@ -157,13 +161,25 @@ class Critics(nn.Module):
 class CriticLoss(nn.Module):
     """The temporal-difference losses of one shard's part of a batch. DDP wraps this, not the networks."""
 
-    def __init__(self, critics: Critics, scale: float) -> None:
+    def __init__(
+        self, critics: Critics, critics_target: Critics, actor: Actor, log_alpha: nn.Parameter, scale: float
+    ) -> None:
         super().__init__()
         self.critics = critics
+        self.critics_target = critics_target  # without gradients
+        self.next_policy = (actor, log_alpha)  # in a tuple, since this loss does not train them
         self.scale = scale  # num_shards / batch_size: the gradients' mean over shards is then the batch's
 
-    def forward(self, batch: Batch, td_target: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""
+    def forward(self, batch: Batch, next_noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,).
+
+        `next_noise` (b, d): of the actions that follow.
+        """
+        with torch.no_grad():
+            actor, log_alpha = self.next_policy
+            next_actions, next_logprob = actor(batch.next_obs, next_noise)
+            min_qf_next = torch.minimum(*self.critics_target(batch.next_obs, next_actions))
+            td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, next_logprob, log_alpha.exp())
         qf = self.critics(batch.obs, batch.actions)  # (2, b)
         delta = qf - td_target
         qf1_loss, qf2_loss = qf_losses = (batch.weights * delta**2).sum(1) * self.scale
@@ -174,44 +190,48 @@ class CriticLoss(nn.Module):
 
 
 class ActorLoss(nn.Module):
-    """The losses of actor and temperature on one shard's part of a batch. DDP wraps this, not the networks.
-
-    `critics` are read with their parameters frozen, and are not part of this module.
-    """
+    """The losses of actor and temperature on one shard's part of a batch. DDP wraps this, not the networks."""
 
     def __init__(self, actor: Actor, log_alpha: nn.Parameter, critics: Critics, scale: float) -> None:
         super().__init__()
-        self.actor, self.log_alpha, self.frozen = actor, log_alpha, (critics,)  # a tuple's modules are not registered
+        self.actor = actor
+        self.log_alpha = log_alpha
+        self.critics = critics  # without gradients
         self.scale = scale  # num_shards / batch_size
         self.target_entropy = -len(actor.scale)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """obs (b, size), noise (b, d) -> this shard's share of the loss and, detached, its parts."""
         actions, log_prob = self.actor(obs, noise)
-        min_qf = torch.minimum(*self.frozen[0](obs, actions))
+        min_qf = torch.minimum(*self.critics(obs, actions))
         actor_loss = (self.log_alpha.detach().exp() * log_prob - min_qf).sum() * self.scale
         alpha_loss = -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).sum() * self.scale
-        stats = {"actor_loss": actor_loss} | ({"alpha_loss": alpha_loss} if self.log_alpha.requires_grad else {})
-        return actor_loss + alpha_loss, {name: x.detach() for name, x in stats.items()}
+        stats = {"actor_loss": actor_loss.detach()}
+        if self.log_alpha.requires_grad:
+            stats["alpha_loss"] = alpha_loss.detach()
+        return actor_loss + alpha_loss, stats
 
 
 # ALGO LOGIC: collect
 
 
 def collect(
-    args: Args, run: Run, rb: ReplayBuffer, actor: Actor, acting: Acting, generator: torch.Generator
+    args: Args, run: Run, rb: ReplayBuffer, actor: Actor, policy: Acting, generator: torch.Generator
 ) -> Iterator[None]:
-    """Start all environments anew; then, at each turn, store a vector step in `rb`."""
-    envs, d, local_envs = run.envs, len(actor.scale), run.world.local_slice(args.num_envs)
-    obs = run.start_environments()
-    rb.start(obs)
-    first_step = run.global_step // args.num_envs
-    for step in itertools.count(first_step):
-        # all environments' noise is drawn on every rank, each takes its own
+    """Store one vector step in `rb` at a time, for ever.
+
+    All environments start anew where the run says so: at the beginning, and after each checkpoint.
+    """
+    envs = run.envs
+    local_envs = run.world.local_slice(args.num_envs)
+    for step in itertools.count(run.global_step // args.num_envs):
+        if run.environments_end:
+            obs = run.start_environments()
+            rb.start(obs)
+        # all environments' noise is drawn on every process, each takes its own
         uniform = step * args.num_envs < args.learning_starts
-        noise = (torch.rand if uniform else torch.randn)(args.num_envs, d, generator=generator)[local_envs]
-        if step == first_step or step % 64 == 0:  # now and then the numpy policy is compared with the actor
-            policy = acting.refresh(obs, noise.numpy())
+        draw = torch.rand if uniform else torch.randn
+        noise = draw(args.num_envs, len(actor.scale), generator=generator)[local_envs]
         if uniform:
             actions = (actor.bias + actor.scale * (2 * run.upload(noise) - 1)).cpu().numpy()
         else:
@@ -258,85 +278,60 @@ def main(args: Args) -> None:
         advice = " (gymnasium.wrappers.TransformAction gives such)"
         args.require(bounded, "env_id", f"{' '.join(needed.split())}{advice}")
         options = {"alpha": args.per_alpha if args.prioritized else 0.0, "gamma": args.gamma}
-        action = (math.prod(action_space.shape),), torch.empty(0).numpy().dtype
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, *action, **options)
+        action_shape = (math.prod(action_space.shape),)
+        sizes = (args.buffer_size, args.num_envs)
+        rb = ReplayBuffer(*sizes, envs.world, obs_space, action_shape, default_float(), **options)
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
 
 def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
-    world, device, envs = run.world, run.device, run.envs
+    world = run.world
+    spaces = (run.envs.single_observation_space, run.envs.single_action_space)
     budget = args.total_timesteps // args.num_envs * args.num_envs
 
-    # the same networks and the same generator on all ranks
+    # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
-    spaces = envs.single_observation_space, envs.single_action_space
-    actor, critics = Actor(*spaces, device), Critics(*spaces).to(device)
-    critics_target, critics_frozen = (deepcopy(critics).requires_grad_(False) for _ in range(2))
-    parameters, target_parameters = list(critics.parameters()), list(critics_target.parameters())
+    actor = Actor(*spaces, run.device)
+    critics = Critics(*spaces).to(run.device)
+    critics_target = deepcopy(critics).requires_grad_(False)
+    critics_frozen = deepcopy(critics).requires_grad_(False)
+    parameters = list(critics.parameters())
+    target_parameters = list(critics_target.parameters())
     for frozen, parameter in zip(critics_frozen.parameters(), parameters, strict=True):
         frozen.data = parameter.data  # the same memory, without a gradient: what the actor learns from
-    log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=device), requires_grad=args.autotune)
+    log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=run.device), requires_grad=args.autotune)
     q_optimizer = torch.optim.Adam(parameters, lr=args.q_lr, fused=True)
-    groups = [{"params": actor.parameters(), "lr": args.policy_lr}, {"params": [log_alpha], "lr": args.q_lr}]
-    actor_optimizer = torch.optim.Adam(groups[: 1 + args.autotune], fused=True)
-    run.keep(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha, replay=rb)
-    run.keep(q_optimizer=q_optimizer, actor_optimizer=actor_optimizer, generator=generator)
+    groups = [{"params": actor.parameters(), "lr": args.policy_lr}]
+    if args.autotune:
+        groups.append({"params": [log_alpha], "lr": args.q_lr})
+    actor_optimizer = torch.optim.Adam(groups, fused=True)
+    run.register(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha, replay=rb)
+    run.register(q_optimizer=q_optimizer, actor_optimizer=actor_optimizer, generator=generator)
     scale = world.num_shards / args.batch_size
-    critic_loss_fn, actor_loss_fn = CriticLoss(critics, scale), ActorLoss(actor, log_alpha, critics_frozen, scale)
-    # DDP: hooks `forward` and nothing else, so it wraps the losses; acting and targets use the bare networks
-    options = {"gradient_as_bucket_view": run.device.type == "cpu", "static_graph": True}  # GPUs round sums by address
+    critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
+    actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses; acting uses
+    # the bare actor. GPUs round sums by address, so there gradients stay where they were computed.
+    options = {"gradient_as_bucket_view": run.device.type == "cpu"}
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.uses_ddp else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.uses_ddp else actor_loss_fn  # collective
-    run.average_gradients(ddp_critic_loss)
-    run.average_gradients(ddp_actor_loss)
-
-    def critic_update(batches: list[Batch], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """One gradient step on the batch of each shard of this rank -> what the loss reports for each."""
-        stats, alpha = [], log_alpha.detach().exp()
-        # one per shard; hooks keep the gradients of earlier ones over `zero_grad`
-        for batch, next_noise in zip(batches, noise, strict=True):
-            with torch.no_grad():
-                next_actions, next_logprob = actor(batch.next_obs, next_noise)
-                min_qf_next = torch.minimum(*critics_target(batch.next_obs, next_actions))
-                td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, next_logprob, alpha)
-            loss, batch_stats = ddp_critic_loss(batch, td_target)
-            q_optimizer.zero_grad()
-            loss.backward()  # collective
-            stats.append(batch_stats)
-        q_optimizer.step()
-        return stats
-
-    def actor_update(obs: list[torch.Tensor], noise: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """One gradient step of actor and temperature, on each shard's observations -> what the loss reports."""
-        stats = []
-        for batch_obs, batch_noise in zip(obs, noise, strict=True):
-            loss, batch_stats = ddp_actor_loss(batch_obs, batch_noise)
-            actor_optimizer.zero_grad()
-            loss.backward()  # collective
-            stats.append(batch_stats)
-        actor_optimizer.step()
-        return stats
-
-    critic_update = run.graphed(critic_update, q_optimizer)
-    actor_update = run.graphed(actor_update, actor_optimizer)
-    acting = Acting(actor, world, envs.shards, run.logger.note)
+    policy = run.policy(actor)
 
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
-        """Normal noise for the whole batch, drawn on every rank; each takes that of its places in the batch."""
+        """Normal noise for the whole batch, drawn on every process; each takes that of its places in the batch."""
         noise = torch.randn(args.batch_size, len(actor.scale), generator=generator)
-        return [noise[batch.places] for batch in batches]
+        return run.upload([noise[batch.places] for batch in batches])
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
-        return acting.network(obs, np.zeros((len(obs), len(actor.scale)), torch.empty(0).numpy().dtype))
+        return policy.by_module(obs, np.zeros((len(obs), len(actor.scale)), default_float()))
 
-    run.begin(act, budget, {"per_beta": args.prioritized})  # collective
+    run.load_or_start(act, budget, per_beta=args.prioritized)  # collective
+    experience = collect(args, run, rb, actor, policy, generator)
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        if run.restart:  # at the start and after each checkpoint, until `collect` has started the environments
-            experience = collect(args, run, rb, actor, acting, generator)
         rollout_start = time.perf_counter()
         next(experience)
         update_start = time.perf_counter()
@@ -347,29 +342,35 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective
-                actor_updates = args.policy_frequency if k % args.policy_frequency == 0 else 0  # makes up for the delay
-                noise = [draw_noise(batches) for _ in range(1 + actor_updates)]
-                batches, noise = run.upload((batches, noise))
-                stats = critic_update(batches, noise[0])  # collective
+                next_noise = draw_noise(batches)
+                q_optimizer.zero_grad()
+                stats = run.backward(ddp_critic_loss, batches, next_noise)  # collective: the mean of all shards
+                q_optimizer.step()
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
                 run.means.add(stats)
-                for actor_noise in noise[1:]:
-                    run.means.add(actor_update([x.obs for x in batches], actor_noise))  # collective
+                if k % args.policy_frequency == 0:
+                    obs = [batch.obs for batch in batches]
+                    for _ in range(args.policy_frequency):  # makes up for the delay
+                        noise = draw_noise(batches)
+                        actor_optimizer.zero_grad()
+                        stats = run.backward(ddp_actor_loss, obs, noise)  # collective: the mean of all shards
+                        actor_optimizer.step()
+                        run.means.add(stats)
                 if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-            acting.copy_parameters()
         run.means.seconds["time/rollout"] += update_start - rollout_start
         run.means.seconds["time/update"] += time.perf_counter() - update_start
 
         if run.row_due(global_step, args.log_every):  # collective
             row = run.means.row()  # collective
-            row |= {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}
+            row["charts/learning_rate"] = args.policy_lr
+            row["losses/alpha"] = log_alpha.exp().item()
             if "losses/qf1_loss" in row:
                 row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2
             run.logger.log(global_step, row)
-        if run.boundary(global_step, act):  # collective
+        if run.evaluate_and_checkpoint(global_step, act):  # collective
             break
     run.finish(action_scale=actor.scale, action_bias=actor.bias)
 

@@ -1,8 +1,8 @@
 """Acting on a few observations: what a module's `forward` computes, translated from its own code to numpy.
 
-On a few observations torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and
-records each operation; a plain Python function then does the same in numpy, or in torch on numpy's memory. It reads
-the parameters' own memory, so it sees an optimiser's step at once. If an operation has no translation, the module acts.
+On a few observations torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and records
+each operation; these are replaced by numpy's, on the parameters' own memory, so that an optimiser's step is seen at
+once. What numpy lacks is done by torch on that memory. If an operation cannot be translated, the module acts.
 """
 
 from __future__ import annotations
@@ -17,65 +17,89 @@ import torch
 from torch import fx, nn
 
 from common.distributed import World
-from common.errors import Fault
-from common.shards import per_shard
 from common.tensors import to_tensor, upload
+
+PERIOD = 64  # calls between two comparisons with the module, the same ones on every process
 
 
 class Acting:
-    """Computes on arrays what a module's `forward` computes on tensors; of several results, the first.
+    """What a module's `forward` computes, of arrays (n, ...) for this process's environments, shard by shard.
 
-    `derived` is the translation to numpy, or None: then the module acts, and `note` prints one line that says why. On
-    images the module always acts, and nothing is printed. `shards`: each shard's slice of this process's environments.
-    `forward`, if given, is called in the module's place: a CUDA graph of it, for instance.
+    Of several results, the first. `shards`: each shard's slice of the n. `derived` is the translation, or None: then
+    the module acts, and `notes` (to be printed once each) say why. On images the module always acts.
     """
 
-    def __init__(
-        self, module: nn.Module, world: World, shards: list[slice], note: Callable, forward: Callable | None = None
-    ) -> None:
-        self.module, self.world, self.shards, self.forward = module, world, shards, forward or module
-        self.note = functools.cache(note)  # each reason once
-        self.derived, self.copy_parameters, self.attributes = None, lambda: None, None
+    def __init__(self, module: nn.Module, world: World, shards: list[slice], note: Callable[[str], None]) -> None:
+        self.module = module
+        self.world = world
+        self.shards = shards
+        self.note = functools.cache(note)  # each text once
+        self.restart()
 
-    def network(self, *inputs: np.ndarray) -> np.ndarray:
+    def restart(self) -> None:
+        """Translate anew at the next call: a run that goes on from a checkpoint does so too."""
+        self.calls = 0
+        self.attributes: Any = None
+        self.derived: Derived | None = None
+
+    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
+        parts = [inputs]
+        if self.world.sharded:
+            parts = [[to_tensor(x[shard]).numpy() for x in inputs] for shard in self.shards]
+        if self.calls % PERIOD == 0:
+            self._choose(parts)
+        self.calls += 1
+        if self.derived is not None:
+            self.derived.update()
+        results = [function(*part) for function, part in zip(self.functions, parts, strict=True)]
+        return results[0] if len(results) == 1 else np.concatenate(results)
+
+    def by_module(self, *inputs: np.ndarray) -> np.ndarray:
         """The module itself, on its device: arrays (n, ...) -> an array (n, ...)."""
         with torch.inference_mode():
             tensors = upload([to_tensor(x) for x in inputs], self.world.device)
-            return first_result(self.forward(*tensors)).cpu().numpy()
+            return first_result(self.module(*tensors)).cpu().numpy()
 
-    def refresh(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
-        """Returns the function that acts for all environments here, after a comparison with the module on `inputs`.
+    def _choose(self, parts: list[list[np.ndarray]]) -> None:
+        """Choose for each shard what acts: the translation, made again if an attribute has changed, or the module."""
+        attributes = [snapshot(vars(part)) for part in self.module.modules()]
+        if attributes != self.attributes:
+            self.attributes = attributes
+            self.functions = [self.by_module] * len(parts)
+            self.derived = None
+            if any(x.ndim > 2 for x in parts[0]):
+                return
+            try:
+                self.derived = Derived(self.module, self.world.device, len(parts[0]))
+            except Unknown as error:
+                self._act_by_module(str(error))
+                return
+            self.functions = [self.derived] * len(parts)
+        for number, part in enumerate(parts):
+            if self.functions[number] is self.derived and self.derived is not None:
+                self.derived.update()
+                if difference := self._difference(part):
+                    self.functions[number] = self.by_module
+                    self._act_by_module(difference)
 
-        Call this before each rollout, or every few hundred steps, and `copy_parameters` after updates (for a GPU).
-        Raises `Fault` if the two differ by more than rounding: then `forward` reads a number that changes and that is
-        no attribute.
-        """
-        return per_shard(self.choose(*inputs), self.shards, self.world)
-
-    def choose(self, *inputs: np.ndarray) -> Callable[..., np.ndarray]:
-        """What acts on one shard: the translation, made again if an attribute has changed, or the module."""
-        if any(x.ndim > 2 for x in inputs):
-            return self.network
-        attributes, kind = [snapshot(vars(part)) for part in self.module.modules()], type(self.module).__name__
+    def _difference(self, inputs: list[np.ndarray]) -> str:
+        """How the translation's result differs from the module's by more than rounding; empty if it does not."""
+        expected = self.by_module(*inputs)
         try:
-            if attributes != self.attributes:
-                self.attributes, self.derived = attributes, None
-                self.derived, self.copy_parameters = derive(self.module, self.world.device, len(inputs))
-            if self.derived is None:
-                return self.network
-            self.copy_parameters()
-            expected, result = self.network(*inputs), self.derived(*inputs)
-            if (result.shape, result.dtype) != (expected.shape, expected.dtype):
-                raise Unknown(f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}")
+            result = np.asarray(self.derived(*inputs))
         except Exception as error:  # an error of the module's own comes again when it acts
-            self.note(f"{kind} acts by torch, more slowly than by numpy ({' '.join(str(error).split())})")
-            self.derived, self.copy_parameters = None, lambda: None
-            return self.network
-        gap, size, *sizes = (np.abs(x).max(initial=0.0) for x in (result - expected, expected, *inputs))
-        if gap > 1e-4 * max(size, *sizes):  # False where a network has diverged, which is said elsewhere
-            differs = f"{kind}.forward differs from its translation, by {gap:.2g} of {size:.2g}"
-            raise Fault(f"{differs}: keep each number that it reads and that changes in an attribute of its module.")
-        return self.derived
+            return str(error)
+        if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+            return f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}"
+        gap = np.abs(result - expected).max(initial=0.0)
+        size = max(np.abs(x).max(initial=0.0) for x in (expected, *inputs))
+        if gap > 1e-4 * size:  # False if a network has diverged, which is said elsewhere
+            return f"its translation gives other numbers, by {gap:.2g} of {size:.2g}"
+        return ""
+
+    def _act_by_module(self, reason: str) -> None:
+        kind = type(self.module).__name__
+        self.note(f"{kind} acts by torch, more slowly than by numpy ({' '.join(reason.split())})")
 
 
 def first_result(output: Any) -> Any:
@@ -116,7 +140,11 @@ class Symbol(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Records operations, inside layers too, and every tensor that they read."""
+    """Records operations, inside layers too, and every tensor that they read (`tensors`, by name)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, torch.Tensor] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Symbol(node, self)
@@ -133,21 +161,21 @@ class Tracer(fx.Tracer):
     def create_arg(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return super().create_arg(value)
-        node = self.create_node("get_attr", "tensor", (), {})
-        node.meta["tensor"] = value.detach()
-        return node
+        name = f"tensor_{len(self.tensors)}"
+        self.tensors[name] = value.detach()
+        return self.create_node("get_attr", name, (), {})
 
 
-def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Callable, Callable[[], Any]]:
-    """Returns `forward` as a function of arrays, and a function that copies its parameters; or raises `Unknown`."""
-    for name, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
-            raise Unknown("a hook or a parametrization", [(name, type(part))])
-    options = list(inspect.signature(module.forward).parameters.values())[num_inputs:]
-    gpus = [device] if device.type == "cuda" else []
-    tracer, attributes = Tracer(), [(part, dict(vars(part))) for part in module.modules()]
-    with torch.random.fork_rng(gpus):
-        states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+class Derived:
+    """A module's `forward`, translated to numpy; or raises `Unknown`. `num_inputs`: how many arrays it is to take."""
+
+    def __init__(self, module: nn.Module, device: torch.device, num_inputs: int) -> None:
+        for name, part in module.named_modules():
+            if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
+                raise Unknown("a hook or a parametrization", [(name, type(part))])
+        options = list(inspect.signature(module.forward).parameters.values())[num_inputs:]
+        tracer = Tracer()
+        attributes = [(part, dict(vars(part))) for part in module.modules()]
         try:
             graph = tracer.trace(module, {option.name: option.default for option in options})
         except Exception as error:
@@ -155,67 +183,51 @@ def derive(module: nn.Module, device: torch.device, num_inputs: int) -> tuple[Ca
         finally:
             for part, before in attributes:  # `forward` may have set some
                 part.__dict__ = before
-        if not all(map(torch.equal, states, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)])):
-            raise Unknown("random numbers are drawn")
+        self.tensors = tracer.tensors
+        self.versions: list[int] = []
+        arrays = {name: x.cpu().numpy() for name, x in self.tensors.items()}  # on a CPU, the same memory
+        self.copies = arrays if device.type == "cuda" else {}
+        translate(graph, num_inputs)
+        self.function = fx.GraphModule(arrays, graph).forward
 
-    reads = [node for node in graph.nodes if node.op == "get_attr"]
-    arrays, copy_parameters = arrays_of([node.meta["tensor"] for node in reads], device)
-    names = {"torch": np, "device": torch.device, "inf": np.inf, "nan": np.nan}  # numpy has torch's types
-    for node, array in zip(reads, arrays, strict=True):
-        names |= {node.name: array, f"{node}_T": array.T}
-    return compiled(graph, names, num_inputs), copy_parameters
+    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
+        return self.function(*inputs)
 
-
-def arrays_of(tensors: list[torch.Tensor], device: torch.device) -> tuple[list[np.ndarray], Callable]:
-    """Returns tensors as arrays, and a function that updates these: a CPU's share memory, a GPU's are copied."""
-    if device.type == "cpu":
-        return [x.numpy() for x in tensors], lambda: None
-    copy = torch.cat([x.reshape(-1) for x in tensors]).cpu()
-    if any(x.dtype != copy.dtype for x in tensors):
-        raise Unknown("tensors of several types on a GPU")
-    parts = zip(copy.split([x.numel() for x in tensors]), tensors, strict=True)
-    arrays = [part.view(x.shape).numpy() for part, x in parts]
-    return arrays, lambda: copy.copy_(torch.cat([x.reshape(-1) for x in tensors]))
+    def update(self) -> None:
+        """Copy parameters that an optimiser has changed on a GPU."""
+        if self.copies:
+            versions = [x._version for x in self.tensors.values()]
+            if versions != self.versions:
+                self.versions = versions
+                for name, copy in self.copies.items():
+                    torch.from_numpy(copy).copy_(self.tensors[name])
 
 
-def compiled(graph: fx.Graph, names: dict[str, Any], num_inputs: int) -> Callable[..., np.ndarray]:
-    """Returns a Python function for the first result of a graph, without the operations that it does not need."""
+def translate(graph: fx.Graph, num_inputs: int) -> None:
+    """Replace a graph's operations by numpy's, and leave out what its first result does not need."""
     *nodes, output = graph.nodes
-    inputs = [node.name for node in nodes if node.op == "placeholder"][:num_inputs]
-    result = first_result(output.args[0])
-    needed, lines = {result}, [f"return {result!r}"]  # from the last line to the first
+    output.args = (first_result(output.args[0]),)
+    inputs = [node for node in nodes if node.op == "placeholder"][:num_inputs]
     for node in reversed(nodes):
-        operation = getattr(node.target, "__name__", node.target)
-        if node.op.startswith("call") and (node in needed or operation.endswith("_")):  # in place, like `add_`
-            last_used = [x for x in node.all_input_nodes if x not in needed]
-            needed.update(last_used)
-            lines += [f"del {x}" for x in last_used if x.op.startswith("call")]
-            lines.append(f"{node} = {expression(node, operation, names)}")
-    exec("\n    ".join([f"def function({', '.join(inputs)}):", *reversed(lines)]), names)
-    return names["function"]
+        name = getattr(node.target, "__name__", node.target)
+        if node.op.startswith("call") and name.endswith("_"):  # in place, like `add_`
+            raise Unknown(f"{name} is not translated", node.meta.get("nn_module_stack", {}).values())
+        if not node.users and node not in inputs:
+            graph.erase_node(node)
+    for node in graph.nodes:
+        if not node.op.startswith("call"):
+            continue
+        name = getattr(node.target, "__name__", node.target)
+        if name in NUMPY:
+            node.target = NUMPY[name]
+        elif node.op == "call_method":
+            node.target = on_arrays(name, getattr(torch.Tensor, name))
+        elif node.target.__module__ not in ("_operator", "builtins"):  # whose functions take arrays too
+            node.target = on_arrays(name, node.target)
+        node.op = "call_function"
 
 
-def expression(node: fx.Node, name: str, names: dict[str, Any]) -> str:
-    """Returns the operation called `name` as Python code, and adds the function that it calls to `names`."""
-    words = [repr(x) for x in node.args]
-    if name == "linear" and len(words) == 3 and None not in node.args and node.args[1].op == "get_attr":
-        return "{} @ {}_T + {}".format(*words)
-    if name in OPERATORS and not node.kwargs:
-        return OPERATORS[name].format(*words)
-    if name in NUMPY:
-        function = NUMPY[name]
-    elif name == "getattr" and node.args[1] in ("dtype", "shape", "ndim"):
-        function = getattr
-    elif name in TORCH:
-        function = on_arrays(getattr(torch.Tensor, name) if node.op == "call_method" else node.target)
-    else:
-        raise Unknown(f"{name} is not translated", node.meta.get("nn_module_stack", {}).values())
-    names[f"do_{node}"] = function
-    words += [f"{word}={x!r}" for word, x in node.kwargs.items()]
-    return f"do_{node}({', '.join(words)})"
-
-
-def on_arrays(function: Callable) -> Callable:
+def on_arrays(name: str, function: Callable) -> Callable:
     """Returns a function of torch that takes and gives arrays."""
 
     def tensor(x: Any) -> Any:
@@ -227,31 +239,43 @@ def on_arrays(function: Callable) -> Callable:
         output = function(*map(tensor, args), **{name: tensor(x) for name, x in options.items()})
         return output.numpy() if isinstance(output, torch.Tensor) else [x.numpy() for x in output]
 
+    apply.__name__ = f"torch_{name}"
     return apply
 
 
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    return x @ weight.T if bias is None else x @ weight.T + bias
+
+
+def relu(x: np.ndarray, inplace: bool = False) -> np.ndarray:
+    return np.maximum(x, 0.0, out=x if inplace else None)
+
+
+def clamp(x: np.ndarray, min: Any = None, max: Any = None) -> np.ndarray:
+    return np.clip(x, min, max)
+
+
 def chunk(x: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
-    size, after = -(-x.shape[dim] // chunks), (slice(None),) * (x.ndim - 1 - dim % x.ndim)
+    size = -(-x.shape[dim] // chunks)
+    after = (slice(None),) * (x.ndim - 1 - dim % x.ndim)
     return [x[(..., slice(i, i + size), *after)] for i in range(0, x.shape[dim], size)]
 
 
-# by torch's names; what is in none of these has no translation. fx has operators such as "add": "{} + {}"
-OPERATORS = {**fx.graph.magic_methods, "pow": "({}) ** {}", "to": "{}.astype({}, copy=False)"}
-NUMPY = {
-    "linear": lambda x, weight, bias=None: x @ weight.T + (0.0 if bias is None else bias),
-    "relu": lambda x, inplace=False: np.maximum(x, 0.0, out=x if inplace else None),
-    "clamp": lambda x, min=None, max=None: np.clip(x, min, max),
-    "chunk": chunk,
-    "expand_as": lambda x, other: np.broadcast_to(x, other.shape),
-    "cat": lambda tensors, dim=0: np.concatenate(tensors, dim),
-    "stack": lambda tensors, dim=0: np.stack(tensors, dim),
-    "mean": lambda x, dim=None, keepdim=False: x.mean(dim, keepdims=keepdim),
-    "sum": lambda x, dim=None, keepdim=False: x.sum(dim, keepdims=keepdim),
-    "float": lambda x: x.astype(np.float32, copy=False),
-    "size": lambda x, dim=None: x.shape if dim is None else x.shape[dim],
-}
-NUMPY |= {"abs": np.abs, "cos": np.cos, "exp": np.exp, "log": np.log, "sin": np.sin, "sqrt": np.sqrt}
-NUMPY |= {"square": np.square, "tanh": np.tanh}
-TORCH = """elu silu gelu mish leaky_relu hardtanh softplus sigmoid softmax log_softmax layer_norm rms_norm
-    amax amin max min maximum minimum std var logsumexp where erf log1p expm1 detach clone contiguous
-    expand split unbind flatten view reshape squeeze unsqueeze transpose permute""".split()  # torch on that memory
+def expand_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(x, other.shape)
+
+
+def to(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """`dtype`: torch's, or an array's own, of which `x.dtype` was asked."""
+    return x.astype(numpy_type(dtype) if isinstance(dtype, torch.dtype) else dtype, copy=False)
+
+
+@functools.cache
+def numpy_type(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+# by torch's names; what is not here is done by torch. `tensor * symbol` is recorded as Tensor.mul
+NUMPY = {"linear": linear, "relu": relu, "clamp": clamp, "chunk": chunk, "expand_as": expand_as, "to": to}
+NUMPY |= {"cat": np.concatenate, "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+NUMPY |= {"truediv": np.divide, "neg": np.negative, "pow": np.power, "tanh": np.tanh, "exp": np.exp}

@@ -62,7 +62,6 @@ class World:
         self.sharded, self.num_shards = shards is not None, shards or self.world_size
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         self.uses_ddp = self.world_size > 1
-        self.gradients: dict[torch.Tensor, list[torch.Tensor]] = {}  # of this step's earlier shards, by parameter
         self.stop, self.watchdog = 0, Watchdog(self.rank)
         self.memory: SharedMemory | None = None  # with the other ranks
         self.carrier = ""  # how ranks exchange numbers

@@ -20,7 +20,7 @@ import torch
 from common.distributed import World
 from common.errors import Fault
 from common.machine import free_memory, require_memory
-from common.tensors import to_tensor
+from common.tensors import to_tensor, upload
 
 BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
 
@@ -213,7 +213,7 @@ class ReplayBuffer:
                 indices = self._find(targets, local, block_ends[local])
                 weights = (self.priorities.reshape(-1)[self._at(indices)] / smallest) ** -beta
             batches.append(self._batch(places, indices, weights))
-        return batches
+        return upload(batches, self.world.device)
 
     def _batch(self, places: np.ndarray, indices: np.ndarray, weights: np.ndarray) -> Batch:
         env, place = np.divmod(indices, self.capacity)

@@ -3,12 +3,15 @@
 Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them; a
 process holds neighbouring shards. Arithmetic that rounds differently in another shape is done for each shard alone.
 Sums over shards have one order: gradients are added along a binary tree (here), all else along a table of all shards
-(`World.gather_shards`). Without `--shards` each process is one shard, and DDP averages the gradients alone.
+(`World.gather_shards`). Without `--shards` each process is one shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.distributed import World
-from common.errors import BadInput
+from common.errors import BadInput, Fault
 from common.memory import SLOT
 from common.tensors import to_tensor
 
@@ -26,54 +29,86 @@ def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: W
     """`function` of arrays (n, ...), called with each shard's slice alone -> its results, one after another."""
     if not world.sharded:
         return function
-    return lambda *inputs: np.concatenate(
-        [function(*(to_tensor(x[shard]).numpy() for x in inputs)) for shard in shards]
-    )
+
+    def apply(*inputs: np.ndarray) -> np.ndarray:
+        parts = [[to_tensor(x[shard]).numpy() for x in inputs] for shard in shards]
+        return np.concatenate([function(*part) for part in parts])
+
+    return apply
 
 
-def average_over_shards(loss: nn.Module, world: World) -> None:
-    """Average the gradients of `loss` over all shards with `--shards`; otherwise DDP does so over processes.
+class Gradients:
+    """The backward passes of losses, after which gradients are means over all shards of all processes."""
 
-    Each shard of this process has its own backward, with gradients zeroed before it. Gradients are valid only after
-    the last shard's backward. They are added along a binary tree over the shards' numbers, the upper levels of which
-    are between processes: DDP's part. Raises `BadInput` for a module that would make the result depend on the number
-    of processes.
-    """
-    if world.uses_ddp or world.sharded:
-        require_same_on_any_process(loss)
+    def __init__(self, world: World) -> None:
+        self.world = world
+        # of each loss; weak, since gloo may abort the process if a DDP module outlives its process group
+        self.parameters: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+        self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients of this process's shards but the last
 
-    def add_shards(parameter):
-        parts = world.gradients[parameter]
-        if len(parts) < len(world.shards) - 1:
-            parts.append(parameter.grad.clone())
-            return
-        parameter.grad = tree_sum([*parts, parameter.grad])
-        parts.clear()
-        if not world.uses_ddp:
-            parameter.grad /= world.num_shards
+    def add_loss(self, loss: nn.Module) -> None:
+        """Prepare a loss, which DDP wraps if there are several processes. Once for each, before its first `backward`.
 
-    def add_processes(_, bucket):
-        buffer, future = bucket.buffer(), torch.futures.Future()
-        if len(world.shards) == 1 or not any(map(world.gradients.get, bucket.parameters())):  # the last shard's
-            sum_over_ranks(buffer, world)  # collective
-            buffer /= world.num_shards
+        Raises `BadInput` for a module that would make the result depend on the number of processes.
+        """
+        if self.world.uses_ddp or self.world.sharded:
+            require_same_on_any_process(loss)
+        if isinstance(loss, DDP) and (self.world.sharded or self.world.memory):
+            loss.register_comm_hook(None, self._average_bucket)
+        self.parameters[loss] = [p for p in loss.parameters() if p.requires_grad]
+
+    def backward(self, loss: nn.Module, *inputs: list[Any]) -> list[dict[str, torch.Tensor]]:
+        """Call `loss` with each shard's inputs, and leave in `.grad` the mean over all shards of all processes.
+
+        `inputs`: lists with an entry for each shard of this process. Returns what the loss reports for each shard.
+        Gradients must be None before. Every process must call.
+        """
+        stats = []
+        parameters = self.parameters[loss]
+        *earlier, last = zip(*inputs, strict=True)
+        for shard_inputs in earlier:
+            with loss.no_sync() if isinstance(loss, DDP) else nullcontext():
+                value, shard_stats = loss(*shard_inputs)
+                value.backward()
+            stats.append(shard_stats)
+            self.earlier.append({p: p.grad for p in parameters if p.grad is not None})
+            for p in parameters:
+                p.grad = None
+        value, shard_stats = loss(*last)
+        value.backward()  # collective: DDP averages over processes
+        stats.append(shard_stats)
+        if earlier and not isinstance(loss, DDP):
+            used = [p for p in parameters if p.grad is not None]
+            if any(shard.keys() != set(used) for shard in self.earlier):
+                raise Fault("a loss uses a parameter for one shard and not for another: use it at every call.")
+            gradients = [p.grad for p in used]
+            self._add_earlier(used, gradients)
+            torch._foreach_div_(gradients, self.world.num_shards)
+        self.earlier.clear()
+        return stats
+
+    def _add_earlier(self, parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
+        """Add the gradients of this process's earlier shards to the last one's, in place."""
+        shards = [[shard[p] for p in parameters] for shard in self.earlier]
+        torch._foreach_copy_(gradients, tree_sum([*shards, gradients]))
+
+    def _average_bucket(self, _, bucket):
+        """DDP's communication hook: in the last shard's backward, the mean of a bucket over all shards."""
+        buffer = bucket.buffer()
+        if self.earlier:
+            self._add_earlier(bucket.parameters(), bucket.gradients())
+        sum_over_ranks(buffer, self.world)  # collective
+        buffer /= self.world.num_shards
+        future = torch.futures.Future()
         future.set_result(buffer)
         return future
-
-    for parameter in loss.parameters() if len(world.shards) > 1 else ():
-        if parameter.requires_grad and parameter not in world.gradients:  # losses may share it
-            parameter.register_post_accumulate_grad_hook(add_shards)  # before DDP sees the gradient
-            world.gradients[parameter] = []
-    if isinstance(loss, DDP):
-        loss._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # it waits for the GPU now and then, which a graph may not
-        if world.sharded or world.memory:
-            loss.register_comm_hook(None, add_processes)
 
 
 def require_same_on_any_process(loss: nn.Module) -> None:
     """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
     for name, module in loss.named_modules():
-        kind, fault = type(module).__name__, ""
+        fault = ""
+        kind = type(module).__name__
         rate = getattr(module, "dropout", 0.0)  # a number of nn.LSTM's, or a user's own submodule
         if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) or (isinstance(rate, float) and rate > 0):
             fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
@@ -86,10 +121,10 @@ def require_same_on_any_process(loss: nn.Module) -> None:
             raise BadInput(f"{name}: {kind} {fault} (one process without --shards may have it).")
 
 
-def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of neighbours, then of neighbouring sums, up to one."""
+def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Lists of as many tensors -> their sum: of neighbours, then of neighbouring sums, up to one."""
     while len(parts) > 1:
-        sums = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        sums = [torch._foreach_add(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = sums + parts[2 * len(sums) :]
     return parts[0]
 
@@ -99,7 +134,8 @@ def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
     if world.memory:
         for part in buffer.split(SLOT // 8):  # numbers of at most 8 bytes
             table = torch.from_numpy(world.memory.gather(part.view(torch.uint8).numpy()))  # collective
-            part.copy_(tree_sum([*table.view(buffer.dtype)]))
+            [total] = tree_sum([[row] for row in table.view(buffer.dtype)])
+            part.copy_(total)
         return
     distance = 1
     while distance < world.world_size:  # a + b on one rank, b + a on the other: the same bits

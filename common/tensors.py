@@ -8,46 +8,56 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-ALIGNMENT = 512  # bytes, at whose multiples CUDA's own memory begins; kernels may round otherwise at other addresses
+ALIGNMENT = 512  # bytes, to which CUDA aligns its own memory; kernels may round otherwise at other addresses
+
+
+def default_float() -> np.dtype:
+    """Torch's default type of floating numbers, as numpy's."""
+    return torch.empty(0).numpy().dtype
 
 
 def to_tensor(array: np.ndarray) -> torch.Tensor:
-    """The array as a dense tensor that begins at a multiple of 64 bytes, a copy only if needed.
+    """The array as a contiguous tensor that is aligned to 64 bytes, a copy only if needed.
 
     MKL rounds some products differently at another address, and a slice of an array may begin anywhere. Images
     (n, channels, height, width) keep their order in memory.
     """
     channels_last = array.ndim == 4 and array.strides[1] < array.strides[3]
-    tensor = torch.from_numpy(np.ascontiguousarray(np.moveaxis(array, 1, -1) if channels_last else array))
+    if channels_last:
+        array = np.moveaxis(array, 1, -1)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.data_ptr() % 64:
         tensor = tensor.clone()
     return tensor.movedim(-1, 1) if channels_last else tensor
 
 
-def tensors_of(nest: Any) -> list[torch.Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
-    return [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in any order of its axes, if its numbers lie side by side; otherwise a copy of which this is true."""
-    return tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the numbers lie side by side in memory, in whatever order of the axes."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def upload(nest: Any, device: torch.device) -> Any:
-    """The same nest of tensors on `device`: for a GPU one copy, of all, for which this process need not wait."""
+    """Nested lists, tuples and dicts with tensors -> the same with tensors on `device`.
+
+    A GPU gets all of them in one copy, for which this process need not wait.
+    """
     if device.type == "cpu":
         return nest
-    tensors, places, end = [dense(x) for x in tensors_of(nest)], [], 0
+    tensors = [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
+    tensors = [x if is_dense(x) else x.contiguous() for x in tensors]
+    places = []
+    end = 0
     for x in tensors:
         places.append(slice(end, end + x.nbytes))
         end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+    for place, x in zip(places, tensors, strict=True):
+        view_as(x, packed[place]).copy_(x)
+    packed = packed.to(device, non_blocking=True)
+    uploaded = iter([view_as(x, packed[place]) for place, x in zip(places, tensors, strict=True)])
+    return tree_map_only(torch.Tensor, lambda _: next(uploaded), nest)
 
-    def parts(memory: torch.Tensor) -> list[torch.Tensor]:
-        return [memory[at].view(x.dtype).as_strided(x.shape, x.stride()) for at, x in zip(places, tensors, strict=True)]
 
-    for part, x in zip(parts(packed), tensors, strict=True):
-        part.copy_(x)
-    there = iter(parts(packed.to(device, non_blocking=True)))
-    return tree_map_only(torch.Tensor, lambda _: next(there), nest)
+def view_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Bytes (tensor.nbytes,) as a tensor of this one's type, shape and strides."""
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

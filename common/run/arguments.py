@@ -56,12 +56,12 @@ GROUPS = {
     "experiment": "env_id env_kwargs total_timesteps num_envs seed shards checkpoint_every load_model",
     "algorithm": "",
     "evaluation": "eval_every eval_episodes stop_at_return capture_video",
-    "run": "resume cuda cuda_graphs compile num_threads vectorization check_sync_every shared_memory timeout",
+    "run": "resume cuda compile num_threads vectorization check_sync_every shared_memory timeout",
     "output": "run_dir save_model log_every track wandb_project_name wandb_entity tensorboard",
 }
 # a run that goes on may change these: they change no number and no row (--cuda changes roundings, and that is printed)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard", "capture_video"}
-FREE |= {"save_model", "check_sync_every", "timeout", "cuda", "cuda_graphs", "shared_memory"}
+FREE |= {"save_model", "check_sync_every", "timeout", "cuda", "shared_memory"}
 # where a model is loaded, these are as it was trained unless the command line says otherwise
 OF_MODEL = ("env_id", "env_kwargs", "network", "dueling", "norm_obs", "norm_reward")
 
@@ -97,8 +97,6 @@ class RunArgs:
     """continue the run in --run-dir from its newest checkpoint, or start it if there is none"""
     cuda: bool = True
     """use GPUs if there are any"""
-    cuda_graphs: bool = False
-    """GPU: replay each update as one CUDA graph, from the 12th on (not yet tried on a GPU)"""
     num_threads: Threads = 0
     """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank, but one for torch on vectors"""
     vectorization: Literal["sync", "async"] = "sync"
@@ -171,6 +169,11 @@ class RunArgs:
             self.require(self.eval_every > 0, "eval_every", "at least 1 with --total-timesteps 0")
             self.require(not self.save_model, "save_model", "left off with --total-timesteps 0")
             self.require(not self.checkpoint_every, "checkpoint_every", "0 with --total-timesteps 0")
+
+
+def next_multiple(number: int, divisor: int) -> int:
+    """The least multiple of `divisor` that is not below `number`."""
+    return -(-number // divisor) * divisor
 
 
 def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:

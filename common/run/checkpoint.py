@@ -236,13 +236,13 @@ class Checkpoints:
                 self.logger.note(f"{fault} --resume would repeat the last part.")
 
 
-def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoints: Checkpoints) -> None:
+def load_model(args: RunArgs, world: World, state: Mapping[str, Any], logger: Logger) -> None:
     """Give networks and normalisers in `state` the values of --load-model, which rank 0 reads.
 
     A run that goes on from a checkpoint has them already. Raises `BadInput`, naming flag and tensor, for a file that
     cannot be read or does not fit. Every rank must call.
     """
-    if args.load_model is None or checkpoints.number:
+    if args.load_model is None:
         return
     path = args.load_model
     model = from_rank_0(world, partial(read_model, path))  # collective
@@ -259,7 +259,7 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], checkpoint
     normalized = model["args"].get("norm_obs", False)
     require(getattr(args, "norm_obs", False) == normalized, "--norm-obs", not normalized, f"{normalized} with {path}")
     for change in changed:
-        checkpoints.logger.note(f"{path}: {change}its networks fit")
+        logger.note(f"{path}: {change}its networks fit")
     for name, value in state.items():
         restore(value, model[name])
 
