@@ -35,7 +35,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +50,6 @@ from common import (
     acting,
     distributed,
     environments,
-    episodes,
     machine,
     normalization,
     replay,
@@ -64,7 +62,6 @@ from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run
 LEAST = 20  # gradient steps of a draw that counts
 GRACE = 20.0  # seconds for the other ranks to end, once one has failed
 NETWORKS = ("Agent", "QNetwork", "Actor", "Critics")
-ACTING = "acting"
 VARIABLES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")  # imitate a processor
 PROCESSORS = {
     "this": {},
@@ -334,8 +331,8 @@ def break_alignment() -> None:
 
 
 def break_acting() -> None:
-    per_shard = acting.per_shard
-    acting.per_shard = lambda *args: lambda *inputs: per_shard(*args)(*inputs) * tip()
+    act = acting.Acting.__call__
+    acting.Acting.__call__ = lambda self, *inputs: act(self, *inputs) * tip()
 
 
 def break_normaliser() -> None:
@@ -349,7 +346,7 @@ def break_advantages() -> None:
 
 
 def break_tree() -> None:
-    shards.tree_sum = lambda parts: sum(parts[1:], parts[0])
+    shards.tree_sum = lambda parts: [sum(x[1:], x[0]) for x in zip(*parts, strict=True)]
 
 
 def break_masses() -> None:
@@ -407,17 +404,17 @@ def break_last_observation() -> None:
 
 def break_last_step() -> None:
     """A run that was shorter keeps its last step."""
-    begin = loop.Run.begin
+    start = loop.Run.load_or_start
 
-    def broken(self, act, last_step, schedules):
-        begin(self, act, last_step, schedules)
+    def broken(self, act, last_step, **schedules):
+        start(self, act, last_step, **schedules)
         kept = Path(self.args.run_dir, "last_step")
         if self.world.rank == 0 and not kept.exists():
             kept.write_text(str(last_step))
         self.world.gather([])
         self.last_step = int(kept.read_text())
 
-    loop.Run.begin = broken
+    loop.Run.load_or_start = broken
 
 
 def break_infos() -> None:
@@ -513,26 +510,23 @@ def assert_aligned() -> None:
 
     def check(what: str, inputs: tuple) -> None:
         for x in tree_leaves(inputs):
-            tensor = torch.from_numpy(x) if what == ACTING else x
-            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
-                assert tensor.data_ptr() % 64 == 0, f"{what}: an input of {tuple(tensor.shape)} is not aligned"
+            address = x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data if isinstance(x, np.ndarray) else 0
+            if address % 64 and x.ndim > 1 and len(x):
+                raise AssertionError(f"{what}: an input of {tuple(x.shape)} begins {address % 64} bytes too late")
 
     def before_forward(module: torch.nn.Module, inputs: tuple) -> None:
         name = type(module).__name__
         if name.endswith("Loss") or name in NETWORKS:
             check(name, inputs)
 
-    def checked(function: Callable) -> Callable:
-        def call(*inputs: Any) -> Any:
-            check(ACTING, inputs)
-            return function(*inputs)
+    translated = acting.Derived.__call__
 
-        return call
+    def call(self: Any, *inputs: np.ndarray) -> np.ndarray:
+        check("acting", inputs)
+        return translated(self, *inputs)
 
+    acting.Derived.__call__ = call
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    for module in (acting, episodes):
-        per_shard = module.per_shard
-        module.per_shard = lambda function, *rest, per_shard=per_shard: per_shard(checked(function), *rest)
 
 
 class Servers:
