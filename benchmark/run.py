@@ -47,7 +47,6 @@ KEPT = (
     "blas",
     "device",
     "instructions",
-    "arithmetic",
     "versions",
 )
 RECORDED = ("global_step", "charts/episodic_return", "charts/episodes", "eval/episodic_return", "time/wall", "time/SPS")

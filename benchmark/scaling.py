@@ -59,7 +59,7 @@ class Args:
 def measure(args: Args) -> None:
     """Write a row per work, number of processes and repetition."""
     world = World(cuda=False)
-    device = f"{world.cores} cores of {processor()['device']}"
+    device = f"{world.cores} cores of {processor()}"
     rows = []
     for name, (script, num_envs, flags, steps) in WORKS.items():
         for _ in range(args.repetitions):

@@ -9,11 +9,8 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-import secrets
 import signal
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
-from common.errors import BadInput, Fault, explained, peer_ended, require, require_divisible
+from common.errors import require, require_divisible
 from common.memory import SLOT, SharedMemory, share_memory
 from common.watchdog import GRACE, Watchdog, end_with_parent
 
@@ -40,29 +36,31 @@ class World:
     """
 
     def __init__(self, cuda: bool = True, shards: int | None = None) -> None:
-        missing = [x for x in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
-        if missing and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
-            raise BadInput(f"RANK or WORLD_SIZE is set, but not {' and '.join(missing)}: unset it, or use torchrun.")
-        self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        launched = os.environ if "RANK" in os.environ else {}
+        self.rank = int(launched.get("RANK", 0))
+        self.local_rank = int(launched.get("LOCAL_RANK", 0))
+        self.world_size = int(launched.get("WORLD_SIZE", 1))
+        self.local_world_size = int(launched.get("LOCAL_WORLD_SIZE", 1))
         anywhere = set(range(os.cpu_count() or 1))
         self.affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else anywhere
         self.cores = max(1, len(self.affinity) // self.local_world_size)
         self.device = torch.device("cpu")
+        self.nccl = False  # it needs a GPU for each rank
         if cuda and torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+            self.nccl = self.local_world_size <= torch.cuda.device_count()
         if shards is not None:
-            power, size = 2 ** (shards.bit_length() - 1), self.world_size
+            power = 2 ** (shards.bit_length() - 1)
+            size = self.world_size
             require(power == shards, "--shards", shards, f"a power of two, such as {power} or {2 * power}")
             require(size.bit_count() == 1, "--shards", shards, f"left out on {size} processes, no power of two")
             require_divisible("--shards", shards, size, "the number of processes")
-        self.nccl = False
-        self.sharded, self.num_shards = shards is not None, shards or self.world_size
+        self.sharded = shards is not None
+        self.num_shards = shards or self.world_size
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         self.uses_ddp = self.world_size > 1
-        self.stop, self.watchdog = 0, Watchdog(self.rank)
+        self.stop = 0
+        self.watchdog = Watchdog(self.rank)
         self.memory: SharedMemory | None = None  # with the other ranks
         self.carrier = ""  # how ranks exchange numbers
 
@@ -74,7 +72,7 @@ class World:
     def process_group(self, timeout: float, shared_memory: bool = True) -> Iterator[None]:
         """Open the process group; turn SIGINT and SIGTERM into requests (`stop`); start the watchdog.
 
-        `timeout`: seconds between two boundaries after which this rank prints its stack and ends with code 1.
+        `timeout`: seconds between two boundaries after which this rank prints its stacks and ends with code 1.
         `shared_memory`: whether ranks may exchange numbers through it (common/memory.py). Inside this block, use DDP
         only in a function, so that its modules are gone when the block ends: gloo may abort the process if a DDP
         reducer outlives its group.
@@ -83,20 +81,12 @@ class World:
         with self.watchdog.watching(timeout):
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 end_with_parent(signal.SIGTERM)  # no rank outlives a killed torchrun
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # even one that is gone already
-                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                try:
-                    socket.create_connection(address, timeout).close()
-                except ConnectionRefusedError as error:
-                    raise Fault("torchrun, which started this, is gone.") from error
             try:
                 self._init_process_group(timeout, shared_memory)
                 self.watchdog.grace = GRACE
                 yield
             except BaseException as error:
                 destroys = not self.nccl or self.world_size == 1  # NCCL's waits for all, and one may be gone
-                if not explained(error):
-                    get_error_handler().record_exception(error)  # first failing rank first, for torchrun's report
                 traceback.clear_frames(error.__traceback__)  # they hold the DDP modules
                 raise
             finally:
@@ -111,42 +101,24 @@ class World:
     def _init_process_group(self, timeout: float, shared_memory: bool) -> None:
         store = dist.HashStore()
         if "RANK" in os.environ:
-            limit = 0.8 * timeout  # before the watchdog's
-            deadline = time.monotonic() + limit
-            try:
-                store, *_ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit)))
-                store = dist.PrefixStore(attempt_name(store, self.rank, self.world_size, deadline), store)
-            except (dist.DistError, TimeoutError) as error:
-                if peer_ended(error) or time.monotonic() < deadline - 1.0:
-                    raise
-                hint = "where nodes come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-                raise Fault(f"the ranks did not meet within --timeout {timeout:g} seconds; {hint}.") from error
-        # NCCL needs a GPU for each rank; gloo carries the small collectives of CPU tensors in any case
+            limit = datetime.timedelta(seconds=0.8 * timeout)  # torch says who is missing, before the watchdog ends
+            store, *_ = next(rendezvous("env://", timeout=limit))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it holds the keys of earlier attempts
+                store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         on_gpu = self.device.type == "cuda"
-        gpu = f"{socket.gethostname()}/{torch.cuda.get_device_properties(self.device).uuid}" if on_gpu else ""
-        store.set(f"gpu/{self.rank}", gpu)
-        gpus = [store.get(f"gpu/{rank}") for rank in range(self.world_size)]
-        self.nccl = all(gpus) and len(set(gpus)) == self.world_size
-        if self.nccl:  # sums in one order: those of NVLink switches have none
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
-        limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
-        refusal = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
-        if self.world_size > 1:
-            self.memory, reason = share_memory(store, self.rank, self.world_size, self.affinity, refusal)
-            self.carrier = "shared memory" if self.memory else f"sockets ({reason})"
         if on_gpu:
             torch.cuda.set_device(self.device)
-            # graphs are not recorded on the default stream, and what DDP does stays on the stream that it is made on
-            torch.cuda.set_stream(torch.cuda.Stream())
             torch.backends.cudnn.deterministic = True
             torch.set_float32_matmul_precision("highest")  # whatever the environment says; convolutions may take TF32
             torch.backends.cudnn.allow_tf32 = True
-            from torch._inductor import config  # slow to import
-
-            config.deterministic = True  # sums of --compile in one order
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # the sums of NVLink switches have no fixed order
+        backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
+        limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        if self.world_size > 1:
+            refusal = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
+            self.memory, reason = share_memory(store, self.rank, self.world_size, self.affinity, refusal)
+            self.carrier = "shared memory" if self.memory else f"sockets ({reason})"
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
         """Gather one packed vector from every rank: K numbers -> (world_size, K) float64, the same on all ranks.
@@ -182,33 +154,3 @@ class World:
         table = self.gather([*parts, *maxima.values()])  # collective
         totals = table[:, : len(parts)].reshape(self.num_shards, -1).sum(0), table[:, len(parts) :].max(0)
         return dict(zip([*sums[0], *maxima], map(float, np.concatenate(totals)), strict=True))
-
-
-def attempt_name(store: dist.Store, rank: int, world_size: int, deadline: float) -> str:
-    """Meet the other ranks in a launcher's store -> a name that they share and no earlier attempt had.
-
-    A launcher keeps its store over restarts, with the keys of attempts that died, and launchers of several nodes may
-    count restarts differently. So each rank calls with a random word of its own, and rank 0 answers the latest call
-    of each rank with its own word, the name, until all have taken it.
-    Raises `TimeoutError` if they do not meet before `deadline`, a time of `time.monotonic`.
-    """
-    word = secrets.token_hex(8)
-
-    def wait(key: str, until: float) -> None:  # the store's own prints complaints, and hangs at the end
-        while not store.check([key]) and time.monotonic() < until:
-            time.sleep(0.01)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank {rank}: no {key}")
-
-    if rank != 0:
-        store.set(f"call/{rank}", word)
-        wait(f"answer/{word}", deadline)
-        name = store.get(f"answer/{word}").decode()
-        store.set(f"{name}/{rank}", "")
-        return name
-    for other in range(1, world_size):
-        wait(f"call/{other}", deadline)
-        while not store.check([f"{word}/{other}"]):
-            store.set(f"answer/{store.get(f'call/{other}').decode()}", word)
-            wait(f"{word}/{other}", time.monotonic() + 0.1)
-    return word

@@ -16,11 +16,10 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWra
 from common.distributed import World
 from common.encoders import is_large
 from common.errors import BadInput, Fault, one_line, require_divisible
-from common.machine import flush_denormals, keep_freed_memory, require_compiler, require_memory, set_threads
+from common.machine import flush_denormals, keep_freed_memory, set_threads
 from common.simulators import GYMNASIUMS, MAKE_ANEW, RESERVED, atari_hint, make_vec, seed_libraries
 
 TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
-SMALLEST = 5_000  # bytes that an environment takes at least
 
 
 def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: int) -> np.ndarray:
@@ -207,12 +206,10 @@ def open_environments(
     """This rank's training environments, with the `world` of ranks and its part of the `evaluation`; closed at the end.
 
     `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s. The machine is set as
-    common/machine.py says. Raises `BadInput` as `World`, `require_compiler` and `make_envs` do, and for numbers of
-    environments that do not divide or fit.
+    common/machine.py says. Raises `BadInput` as `World` and `make_envs` do, and for numbers of environments that do
+    not divide.
     """
     world = World(args.cuda, args.shards)
-    if getattr(args, "compile", False):
-        require_compiler(world)
     divisor_name = "--shards" if world.sharded else "the number of processes"
     require_divisible("--num-envs", args.num_envs, world.num_shards, divisor_name)
     size, num_episodes = args.num_envs // world.num_shards, args.eval_episodes if args.eval_every else 0
@@ -224,9 +221,8 @@ def open_environments(
         flush_denormals(True)  # first, so that simulators take them alike, also those in processes of their own
         stack.callback(flush_denormals, False)
 
-        def opened(flag: str, number: int, domain: int, parts: list[range], life_loss: bool) -> Environments:
+        def opened(domain: int, parts: list[range], life_loss: bool) -> Environments:
             ends = np.cumsum([len(part) for part in parts])
-            require_memory(flag, number, SMALLEST * ends[-1], world)
             if ends[-1] > 1000 and world.rank == 0:
                 print(f"making {ends[-1]:,} environments of {args.env_id}", flush=True)  # may take minutes
             indices = np.concatenate(parts)
@@ -236,9 +232,9 @@ def open_environments(
             envs.world = world
             return envs
 
-        envs = opened("--num-envs", args.num_envs, TRAINING, training, life_loss)
+        envs = opened(TRAINING, training, life_loss)
         if played := [part for part in episodes if part]:
-            envs.evaluation = opened("--eval-episodes", args.eval_episodes, EVALUATION, played, False)
+            envs.evaluation = opened(EVALUATION, played, False)
         set_threads(args.num_threads, is_large(envs.single_observation_space), world)
         keep_freed_memory()
         yield envs

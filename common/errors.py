@@ -1,10 +1,8 @@
-"""What ends a run: bad input, faults, and other libraries' errors that need no traceback; and checks of flags."""
+"""What ends a run: bad input, faults, the end of another rank; and checks of flags."""
 
 from __future__ import annotations
 
 import os
-
-import torch
 
 
 class BadInput(ValueError):
@@ -15,21 +13,11 @@ class Fault(RuntimeError):
     """A failure at run time, not a bad setting. `launch` prints it in one line and exits with code 1."""
 
 
-def explained(error: BaseException) -> bool:
-    """True for what `launch` prints in one line; torchrun need not report its traceback."""
-    return isinstance(error, BadInput | Fault) or out_of_memory(error) or peer_ended(error)
-
-
 def peer_ended(error: BaseException) -> bool:
     """True for the error of a collective, or of the store, whose other end is gone: the fault is another rank's."""
-    signs = "closed by peer", "reset by peer", "Broken pipe", "remote process exited", "got 0 bytes"
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    return several and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """True for numpy's error, and torch's on a GPU and on a CPU."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    signs = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "got 0 bytes")
+    launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return launched and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def one_line(text: object) -> str:

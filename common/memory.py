@@ -20,19 +20,23 @@ import numpy as np
 import torch.distributed as dist
 
 SLOT = 2**25  # bytes of a slot
-LINE = 8  # numbers of 8 bytes in a line of a processor's cache. A rank has one: its count, whether it left, its sizes
-SPIN, YIELD = 0.001, 0.02  # seconds of a wait in which a rank burns its core, then leaves it to others; then it sleeps
+LINE = 8  # numbers of 8 bytes in a line of a processor's cache; a rank has one line
+COUNT, LEFT, KINDS = 0, 1, 2  # in a rank's line: its calls so far, whether it left, what its two slots hold
+SPIN = 0.001  # seconds of a wait in which a rank burns its core
+YIELD = 0.02  # seconds of a wait until which it offers its core to others; then it sleeps
 
 
 class SharedMemory:
     """Slots of all ranks in the memory behind `descriptor`; `pids` are their processes, `rank` is this one's number."""
 
     def __init__(self, descriptor: int, rank: int, pids: list[int]) -> None:
-        self.rank, self.ranks, self.count = rank, range(len(pids)), 0
-        head = 8 * LINE * len(pids)
-        memory = mmap.mmap(descriptor, head + 2 * SLOT * len(pids))
-        self.lines = memoryview(memory)[:head].cast("q")
-        self.slots = np.frombuffer(memory, np.uint8, offset=head).reshape(2, len(pids), SLOT)
+        self.rank = rank
+        self.count = 0
+        size = 8 * LINE * len(pids)
+        memory = mmap.mmap(descriptor, size + 2 * SLOT * len(pids))
+        numbers = memoryview(memory)[:size].cast("q")
+        self.lines = [numbers[start : start + LINE] for start in range(0, len(numbers), LINE)]
+        self.slots = np.frombuffer(memory, np.uint8, offset=size).reshape(2, len(pids), SLOT)
         self.exits = select.poll()
         for pid in pids:
             self.exits.register(os.pidfd_open(pid), select.POLLIN)
@@ -45,25 +49,26 @@ class SharedMemory:
         """
         self.count += 1
         half = self.count % 2  # another rank may still read the other
-        slots, kind = self.slots[half].view(own.dtype)[:, : len(own)], 64 * own.nbytes + own.dtype.num
+        kind = 64 * own.nbytes + own.dtype.num
+        slots = self.slots[half].view(own.dtype)[:, : len(own)]
         slots[self.rank] = own
-        self.lines[LINE * self.rank + 2 + half] = kind
-        self.lines[LINE * self.rank] = self.count
-        for rank in self.ranks:
-            if self.lines[LINE * rank] < self.count:
-                self._wait(rank)
-            if self.lines[LINE * rank + 2 + half] != kind:
+        self.lines[self.rank][KINDS + half] = kind
+        self.lines[self.rank][COUNT] = self.count
+        for rank, line in enumerate(self.lines):
+            if line[COUNT] < self.count:
+                self._wait(line)
+            if line[KINDS + half] != kind:
                 fault = f"rank {self.rank} exchanges {own.nbytes} bytes of {own.dtype}, rank {rank} others"
                 raise RuntimeError(f"{fault}: every process must make the same collective calls in the same order")
         return slots
 
-    def _wait(self, rank: int) -> None:
+    def _wait(self, line: memoryview) -> None:
         start = time.perf_counter()
-        while self.lines[LINE * rank] < self.count:
+        while line[COUNT] < self.count:
             waited = time.perf_counter() - start
             if waited > YIELD:
-                ended = self.lines[LINE * rank + 1] or self.exits.poll(0)
-                if ended and self.lines[LINE * rank] < self.count:
+                ended = line[LEFT] or self.exits.poll(0)
+                if ended and line[COUNT] < self.count:
                     raise RuntimeError(f"rank {self.rank}: remote process exited")
                 time.sleep(0.001)
             elif waited > SPIN:
@@ -71,7 +76,7 @@ class SharedMemory:
 
     def leave(self) -> None:
         """Say that this rank calls no more: others that wait for it end at once."""
-        self.lines[LINE * self.rank + 1] = 1
+        self.lines[self.rank][LEFT] = 1
 
 
 def share_memory(
@@ -81,22 +86,21 @@ def share_memory(
 
     `cores`: the numbers of those on which this rank may run; `refusal`: why it wants none, if so.
     """
+
+    def gather_texts(key: str, text: str) -> list[str]:
+        store.set(f"{key}/{rank}", text)
+        return [store.get(f"{key}/{other}").decode() for other in range(world_size)]
+
     calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")  # which some builds of Python lack
     if not calls or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         refusal = refusal or "it needs Linux on x86-64, and a Python with os.memfd_create and os.pidfd_open"
-    about = {"pid": os.getpid(), "cores": [*cores]}
+    machine = []
     try:
-        about["machine"] = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+        machine = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError as error:
         refusal = refusal or f"it is not allowed: {error.strerror}"
-    about["refusal"] = refusal
-
-    def told(key: str, value: str) -> list[str]:
-        """What all ranks say under this key."""
-        store.set(f"{key}/{rank}", value)
-        return [store.get(f"{key}/{other}").decode() for other in range(world_size)]
-
-    ranks = [json.loads(text) for text in told("memory", json.dumps(about))]
+    about = {"pid": os.getpid(), "cores": [*cores], "machine": machine, "refusal": refusal}
+    ranks = [json.loads(text) for text in gather_texts("memory", json.dumps(about))]
     refusal = next((x["refusal"] for x in ranks if x["refusal"]), "")
     if not refusal and any(x["machine"] != ranks[0]["machine"] for x in ranks):
         refusal = "there are several machines"
@@ -104,17 +108,20 @@ def share_memory(
         refusal = "there are fewer cores than processes"
     if refusal:
         return None, refusal
-    pids, memory, descriptor, fault = [x["pid"] for x in ranks], None, -1, ""
-    with suppress(OSError):  # as in a sandbox, where opening it fails then
+
+    descriptor = -1
+    with suppress(OSError):  # as in a sandbox; opening it fails then
         descriptor = os.memfd_create("lockstep") if rank == 0 else -1
-    path = f"/proc/{pids[0]}/fd/{told('descriptor', str(descriptor))[0]}"
+    first_pid = ranks[0]["pid"]
+    path = f"/proc/{first_pid}/fd/{gather_texts('descriptor', str(descriptor))[0]}"
+    memory = None
     try:
         with open(path, "r+b", buffering=0) as file:
             file.truncate((8 * LINE + 2 * SLOT) * world_size)
-            memory = SharedMemory(file.fileno(), rank, pids)
+            memory = SharedMemory(file.fileno(), rank, [x["pid"] for x in ranks])
     except OSError as error:
-        fault = f"it is not allowed: {error.strerror}"
-    faults = [x for x in told("mapped", fault) if x]
+        refusal = f"it is not allowed: {error.strerror}"
+    refusals = [text for text in gather_texts("mapped", refusal) if text]
     if descriptor >= 0:
         os.close(descriptor)
-    return (None, faults[0]) if faults else (memory, "")
+    return (None, refusals[0]) if refusals else (memory, "")

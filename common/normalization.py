@@ -6,18 +6,21 @@ import numpy as np
 import torch
 
 from common.distributed import World
-from common.tensors import upload
+from common.tensors import default_float, upload
 
 
 class RunningMoments:
     """Running moments of arrays of `shape`, the same on all ranks. `m2`: the sum of squared deviations.
 
-    Where not `enabled`, nothing is counted, and `normalized` and `scaled` return what they are given.
+    If not `enabled`, nothing is counted, and `normalized` and `scaled` return their arguments.
     """
 
     def __init__(self, shape: tuple[int, ...] = (), enabled: bool = True) -> None:
-        self.shape, self.enabled = shape, enabled
-        self.count, self.mean, self.m2 = 0.0, np.zeros(shape), np.zeros(shape)
+        self.shape = shape
+        self.enabled = enabled
+        self.count = 0.0
+        self.mean = np.zeros(shape)
+        self.m2 = np.zeros(shape)
 
     def update(self, parts: list[np.ndarray], world: World) -> None:
         """Add a batch: (..., *shape) of each of this rank's shards, in their order. Every rank must call.
@@ -33,7 +36,8 @@ class RunningMoments:
             of_shards.append([len(x), *mean.ravel(), *((x - mean) ** 2).sum(0).ravel()])
         for count, *moments in world.gather_shards(of_shards):  # collective
             mean, m2 = np.reshape(moments, (2, *self.shape))
-            total, delta = self.count + count, mean - self.mean
+            total = self.count + count
+            delta = mean - self.mean
             self.m2 = self.m2 + m2 + delta**2 * self.count * count / total
             self.mean = self.mean + delta * count / total
             self.count = total
@@ -47,7 +51,7 @@ class RunningMoments:
         """(x - mean) / std, clipped at +-10, in torch's default dtype."""
         if not self.enabled:
             return x
-        return ((x - self.mean) / self.std).clip(-10, 10).astype(torch.empty(0).numpy().dtype)
+        return ((x - self.mean) / self.std).clip(-10, 10).astype(default_float())
 
     def scaled(self, x: np.ndarray) -> np.ndarray:
         """x / std, clipped at +-10."""
@@ -58,7 +62,9 @@ class RunningMoments:
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("count", "mean", "m2")}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.count, self.mean, self.m2 = state["count"].item(), state["mean"].numpy(), state["m2"].numpy()
+        self.count = state["count"].item()
+        self.mean = state["mean"].numpy()
+        self.m2 = state["m2"].numpy()
 
 
 def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, carry: np.ndarray) -> np.ndarray:
@@ -78,13 +84,16 @@ def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, car
 
 def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
     """(..., size) of each of this rank's shards -> zero mean and unit variance (N - 1) over size and all shards."""
-    sums, shape, count = [], parts[0].shape[:-1], parts[0].shape[-1] * world.num_shards
+    sums = []
+    shape = parts[0].shape[:-1]
+    count = parts[0].shape[-1] * world.num_shards
     for x in parts:
         x = x.double()
         sums.append(torch.stack([x.sum(-1), (x**2).sum(-1)]).flatten().cpu().numpy())
     first, second = world.gather_shards(sums).sum(0).reshape(2, *shape, 1)  # collective
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
-    mean, std = upload([torch.from_numpy(y).to(parts[0].dtype) for y in (first / count, std)], parts[0].device)
+    moments = [torch.from_numpy(x).to(parts[0].dtype) for x in (first / count, std)]
+    mean, std = upload(moments, parts[0].device)
     return [(x - mean) / (std + 1e-8) for x in parts]
 
 
@@ -95,9 +104,10 @@ def explained_variance(parts: list[tuple[torch.Tensor, torch.Tensor]], world: Wo
     """
     sums = []
     for advantages, values in parts:
-        residuals, values = advantages.double().cpu().numpy(), values.double().cpu().numpy()
+        residuals = advantages.double().cpu().numpy()
+        values = values.double().cpu().numpy()
         returns = values + residuals
         sums.append([returns.size, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
     count, *moments = world.gather_shards(sums).sum(0)  # collective
-    residual, target = (square - total**2 / count for total, square in np.reshape(moments, (2, 2)))
+    residual, target = [square - total**2 / count for total, square in np.reshape(moments, (2, 2))]
     return {"losses/explained_variance": 1 - residual / target} if target > 0 else {}

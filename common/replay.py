@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from common.distributed import World
-from common.errors import Fault
 from common.machine import free_memory, require_memory
-from common.tensors import to_tensor, upload
+from common.tensors import default_float, to_tensor, upload
 
-BLOCK, GROUP = 128, 8  # places per partial sum of priorities that is kept, and that is made when needed
+BLOCK = 128  # places per partial sum of priorities
 
 
 class Batch(NamedTuple):
@@ -62,42 +61,50 @@ class ReplayBuffer:
         repeats_first: bool = False,
         channels_last: bool = False,
     ) -> None:
-        self.world, self.n_step, self.gamma, self.stack, self.alpha = world, n_step, gamma, stack, alpha
-        self.repeats_first, self.channels_last = repeats_first, channels_last
+        self.world = world
+        self.n_step = n_step
+        self.gamma = gamma
+        self.stack = stack
+        self.alpha = alpha
+        self.repeats_first = repeats_first
+        self.channels_last = channels_last
         self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
-        self.num_envs, self.envs = num_envs, np.arange(len(range(num_envs)[world.local_slice(num_envs)]))
+        self.num_envs = num_envs
+        self.envs = np.arange(len(range(num_envs)[world.local_slice(num_envs)]))
         self.capacity = buffer_size // num_envs  # places of one environment
         self.rows = self.capacity + stack  # of observations: one after the newest, and the oldest's earlier frames
         self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
-        n, float_dtype = len(self.envs), torch.empty(0).numpy().dtype
-        self.obs_shape, frame = obs_space.shape, obs_space.shape[1:] if stack > 1 else obs_space.shape
+        self.size = len(self.envs) // len(world.shards)  # environments of a shard
+        self.blocks = 0 if self.plain else -(-self.size * self.capacity // BLOCK)  # of a shard
+        self.obs_shape = obs_space.shape
+        frame = obs_space.shape[1:] if stack > 1 else obs_space.shape
         if channels_last:
             frame = (*frame[1:], frame[0])
-        self.size = n // len(world.shards)  # environments of a shard
-        self.blocks = 0 if self.plain else -(-self.size * self.capacity // BLOCK)  # of a shard
-        blocks = len(world.shards) * self.blocks
+        places = (len(self.envs), self.capacity)
+        num_blocks = len(world.shards) * self.blocks
         shapes = {
-            "frames": ((n, self.rows, *frame), obs_space.dtype),
-            "first": ((n, self.rows), np.dtype(bool)),  # observations that begin an episode
-            "actions": ((n, self.capacity, *action_shape), np.dtype(action_dtype)),
-            "rewards": ((n, self.capacity), float_dtype),
-            "terminations": ((n, self.capacity), np.dtype(bool)),
-            "truncations": ((n, self.capacity), np.dtype(bool)),
-            "priorities": ((blocks, BLOCK), np.dtype(np.float64)),
+            "frames": ((len(self.envs), self.rows, *frame), obs_space.dtype),
+            "first": ((len(self.envs), self.rows), np.dtype(bool)),  # observations that begin an episode
+            "actions": ((*places, *action_shape), np.dtype(action_dtype)),
+            "rewards": (places, default_float()),
+            "terminations": (places, np.dtype(bool)),
+            "truncations": (places, np.dtype(bool)),
+            "priorities": ((num_blocks, BLOCK), np.dtype(np.float64)),
         }
-        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-        most = int(self.capacity * min(1.0, free_memory() / (self.nbytes * world.local_world_size))) * num_envs
-        require_memory("--buffer-size", buffer_size, self.nbytes, world, f"at most {most}")
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+        share = free_memory() / (nbytes * world.local_world_size)
+        most = int(self.capacity * min(1.0, share)) * num_envs
+        require_memory("--buffer-size", buffer_size, nbytes, world, f"at most {most}")
         for name, (shape, dtype) in shapes.items():
             setattr(self, name, np.zeros(shape, dtype))
-        self.observed = (
-            np.moveaxis(self.frames, -1, 2) if channels_last else self.frames
-        )  # the same memory, by obs_shape
+        self.observed = np.moveaxis(self.frames, -1, 2) if channels_last else self.frames  # the same memory
         self.final_obs: dict[int, np.ndarray] = {}  # by place: the last observations of truncated episodes
-        self.block_sums, self.block_minima = np.zeros(blocks), np.full(blocks, np.inf)
+        self.block_sums = np.zeros(num_blocks)
+        self.block_minima = np.full(num_blocks, np.inf)
+        self.changed_blocks: list[np.ndarray] = []  # since the last sample
         self.discounts = gamma ** np.arange(1.0, n_step + 1.0)
-        self.touched = []  # blocks whose priorities changed since the last sample
-        self.largest = self.new_priority = 1.0  # seen on this rank; on any rank at the last gather
+        self.largest = 1.0  # priority that was set on this rank
+        self.new_priority = 1.0  # the largest on any rank, as of the last sample
 
     def __len__(self) -> int:
         """Transitions stored on all ranks."""
@@ -105,8 +112,12 @@ class ReplayBuffer:
 
     def start(self, obs: np.ndarray) -> None:
         """The observations (n, *shape) of a reset of all environments: the first, or after `cut`."""
+        self._observe(obs, True)
+
+    def _observe(self, obs: np.ndarray, first: np.ndarray | bool) -> None:
         row = self.time % self.rows
-        self.observed[:, row], self.first[:, row] = obs[:, -1] if self.stack > 1 else obs, True
+        self.observed[:, row] = obs[:, -1] if self.stack > 1 else obs
+        self.first[:, row] = first
 
     def add(
         self,
@@ -118,58 +129,43 @@ class ReplayBuffer:
         infos: dict,  # with `final_obs` of truncated episodes, and `episode_ended`: not at a lost life
     ) -> None:
         """Store one vector step of this rank's environments over the oldest."""
-        place, dones = self.time % self.capacity, terminations | truncations
-        if self.truncations[:, place].any():
-            for i in self.envs:
-                self.final_obs.pop(i * self.capacity + place, None)
+        place = self.time % self.capacity
+        for i in np.flatnonzero(self.truncations[:, place]):
+            self.final_obs.pop(i * self.capacity + place, None)
         if truncations.any():
-            self._keep_final_obs(truncations & ~terminations, place, infos["final_obs"])
-        self.actions[:, place], self.rewards[:, place] = actions, rewards
-        self.terminations[:, place], self.truncations[:, place] = terminations, truncations
+            self._copy_final_obs(truncations & ~terminations, place, infos["final_obs"])
+        self.actions[:, place] = actions
+        self.rewards[:, place] = rewards
+        self.terminations[:, place] = terminations
+        self.truncations[:, place] = truncations
         self.time += 1
-        row = self.time % self.rows
-        self.observed[:, row], self.first[:, row] = (
-            next_obs[:, -1] if self.stack > 1 else next_obs,
-            infos["episode_ended"],
-        )
-
+        self._observe(next_obs, infos["episode_ended"])
         if not self.plain:
             self._set_priorities(self.envs * self.capacity + place, 0.0)
-            self._let_sample(dones)
+            self._let_sample(terminations | truncations)
 
     def cut(self) -> None:
-        """End all episodes that run, as truncations after the newest observations. Collective."""
+        """End all running episodes, as truncations after the newest observations. Collective."""
         place = (self.time - 1) % self.capacity
         running = ~(self.terminations[:, place] | self.truncations[:, place])
         self.truncations[running, place] = True
-        self._keep_final_obs(running, place, self._observations(self.envs, np.full(len(self.envs), self.time)))
+        newest = self._observations(self.envs, np.full(len(self.envs), self.time))
+        self._copy_final_obs(running, place, newest)
         if not self.plain:
             self._let_sample(np.ones(len(running), bool))
         self.largest = float(self.world.gather([self.largest]).max())  # collective
 
-    def _keep_final_obs(self, truncated: np.ndarray, place: int, final_obs: np.ndarray) -> None:
+    def _copy_final_obs(self, truncated: np.ndarray, place: int, final_obs: np.ndarray) -> None:
         for i in np.flatnonzero(truncated):
             self.final_obs[i * self.capacity + place] = np.array(final_obs[i], self.frames.dtype, order="C")
-            self._require_memory_for_final_obs()
 
     def _let_sample(self, dones: np.ndarray) -> None:
-        """A place may be sampled once its n steps are stored, or fewer where the episode has ended (`dones`, (n,))."""
+        """A place may be sampled once its n steps are stored, or fewer if the episode has ended (`dones`, (n,))."""
         for age in range(1, min(self.n_step, self.time) + 1):
             places = self.envs * self.capacity + (self.time - age) % self.capacity
-            waits = self.priorities.ravel()[self._at(places)] == 0.0
-            complete = waits if age == self.n_step else waits & dones
+            waiting = self.priorities.ravel()[self._at(places)] == 0.0
+            complete = waiting if age == self.n_step else waiting & dones
             self._set_priorities(places[complete], self.new_priority)
-
-    def _require_memory_for_final_obs(self) -> None:
-        """Raise `Fault` once so many are kept that, at this rate, they and the unfilled rest will not fit."""
-        kept, filled = len(self.final_obs), min(self.time + 1, self.capacity)
-        if kept >= 1024 and kept & (kept - 1) == 0:  # at each doubling
-            each, unfilled = next(iter(self.final_obs.values())).nbytes, 1 - filled / self.capacity
-            needed = (kept * self.capacity / filled - kept) * each + self.nbytes * unfilled
-            needed, free = needed * self.world.local_world_size / 1e9, free_memory() / 1e9
-            if needed > free:
-                fault = f"the rest and the last observations of truncated episodes will take {needed:.1f} GB more"
-                raise Fault(f"--buffer-size: {fault}, of which {free:.1f} GB are free; set a smaller one.")
 
     def _at(self, indices: np.ndarray) -> np.ndarray:
         """Where the priorities of places are stored: each shard's begin a new block."""
@@ -179,14 +175,14 @@ class ReplayBuffer:
     def _set_priorities(self, indices: np.ndarray, values: np.ndarray | float) -> None:
         at = self._at(indices)
         self.priorities.reshape(-1)[at] = values
-        self.touched.append(at // BLOCK)
+        self.changed_blocks.append(at // BLOCK)
 
     def sample(self, batch_size: int, generator: torch.Generator, beta: float = 1.0) -> list[Batch]:
         """`batch_size` stratified draws from the buffer of all ranks -> what each of this rank's shards has of them.
 
         Weights are (count p / sum p)^-beta, divided by the largest such weight in the buffer. Every rank must call.
         """
-        filled, smallest, block_ends = min(self.time, self.capacity), 1.0, None
+        filled = min(self.time, self.capacity)
         if self.plain:
             masses = np.full(self.world.num_shards, float(filled * self.size))
         else:
@@ -194,7 +190,7 @@ class ReplayBuffer:
             block_ends = [sums.cumsum() for sums in self.block_sums.reshape(-1, self.blocks)]  # of each shard
             of_shards = [[ends[-1], self.block_minima.min(), self.largest] for ends in block_ends]
             masses, minima, maxima = self.world.gather_shards(of_shards).T  # collective
-            smallest, self.new_priority = minima.min(), maxima.max()
+            self.new_priority = maxima.max()
         shard_ends = masses.cumsum()
         draws = torch.rand(batch_size, generator=generator, dtype=torch.float64).numpy()
         points = (np.arange(batch_size) + draws) * (shard_ends[-1] / batch_size)  # ascending
@@ -208,10 +204,11 @@ class ReplayBuffer:
             if self.plain:
                 targets = np.minimum(targets.clip(0.0), masses[0] - 1.0)
                 env, place = np.divmod(targets.astype(np.int64), filled)
-                indices, weights = (local * self.size + env) * self.capacity + place, np.ones(len(env))
+                indices = (local * self.size + env) * self.capacity + place
+                weights = np.ones(len(indices))
             else:
                 indices = self._find(targets, local, block_ends[local])
-                weights = (self.priorities.reshape(-1)[self._at(indices)] / smallest) ** -beta
+                weights = (self.priorities.ravel()[self._at(indices)] / minima.min()) ** -beta
             batches.append(self._batch(places, indices, weights))
         return upload(batches, self.world.device)
 
@@ -219,48 +216,54 @@ class ReplayBuffer:
         env, place = np.divmod(indices, self.capacity)
         # n-step returns, which stop at an end
         time = self.time - 1 - (self.time - 1 - place) % self.capacity
-        at, last, rewards = indices, time, self.rewards.take(indices).astype(np.float64)
+        last = time
+        last_indices = indices
+        rewards = self.rewards.take(indices).astype(np.float64)
         running = np.ones(len(env), bool)
         for k in range(1, self.n_step):
-            running &= ~(self.terminations.take(at) | self.truncations.take(at))
+            running &= ~(self.terminations.take(last_indices) | self.truncations.take(last_indices))
             last = np.where(running, time + k, last)
-            at = env * self.capacity + last % self.capacity
-            rewards += np.where(running, self.gamma**k * self.rewards.take(at), 0.0)
-        discounts = np.where(self.terminations.take(at), 0.0, self.discounts.take(last - time))
+            last_indices = env * self.capacity + last % self.capacity
+            rewards += np.where(running, self.gamma**k * self.rewards.take(last_indices), 0.0)
+        terminations = self.terminations.take(last_indices)
+        discounts = np.where(terminations, 0.0, self.discounts.take(last - time))
         next_obs = self._observations(env, last + 1)
-        for i in np.flatnonzero(self.truncations.take(at) & ~self.terminations.take(at)):
-            next_obs[i] = self.final_obs[at[i]]
+        for i in np.flatnonzero(self.truncations.take(last_indices) & ~terminations):
+            next_obs[i] = self.final_obs[last_indices[i]]
 
-        float_dtype = torch.empty(0).numpy().dtype
         return Batch(
             places=places,
             indices=indices,
-            weights=to_tensor(weights.astype(float_dtype)),
+            weights=to_tensor(weights.astype(default_float())),
             obs=to_tensor(self._observations(env, time)),
             actions=to_tensor(self.actions[env, place]),
-            rewards=to_tensor(rewards.astype(float_dtype)),
-            discounts=to_tensor(discounts.astype(float_dtype)),
+            rewards=to_tensor(rewards.astype(default_float())),
+            discounts=to_tensor(discounts.astype(default_float())),
             next_obs=to_tensor(next_obs),
         )
 
     def _sum_blocks(self) -> None:
         """Update the sums and minima of those blocks whose priorities changed."""
-        if self.touched:
-            blocks = np.unique(np.concatenate(self.touched))
-            self.touched, parts = [], self.priorities[blocks]
-            self.block_sums[blocks] = parts.sum(1)
-            minima = parts.min(1)
-            self.block_minima[blocks] = minima if minima.all() else np.where(parts > 0, parts, np.inf).min(1)
+        if self.changed_blocks:
+            blocks = np.unique(np.concatenate(self.changed_blocks))
+            self.changed_blocks = []
+            priorities = self.priorities[blocks]
+            self.block_sums[blocks] = priorities.sum(1)
+            minima = priorities.min(1)
+            if not minima.all():
+                minima = np.where(priorities > 0, priorities, np.inf).min(1)
+            self.block_minima[blocks] = minima
 
     def _find(self, targets: np.ndarray, shard: int, block_ends: np.ndarray) -> np.ndarray:
         """The places where the running sum of a shard's priorities exceeds `targets` (b,), whatever rounding does."""
         targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
         blocks = np.searchsorted(block_ends, targets, side="right")
         at = shard * self.blocks + blocks
-        groups = self.priorities[at].reshape(-1, BLOCK // GROUP, GROUP)
-        group, targets = descend(groups @ np.ones(GROUP), targets - (block_ends[blocks] - self.block_sums[at]))
-        place, _ = descend(groups[np.arange(len(blocks)), group], targets)
-        return shard * self.size * self.capacity + blocks * BLOCK + group * GROUP + place
+        ends = self.priorities[at].cumsum(1)
+        targets = targets - (block_ends[blocks] - self.block_sums[at])
+        targets = np.minimum(targets.clip(0.0), np.nextafter(ends[:, -1], 0))  # rounding may have put them outside
+        places = (ends <= targets[:, None]).sum(1)
+        return shard * self.size * self.capacity + blocks * BLOCK + places
 
     def _observations(self, env: np.ndarray, time: np.ndarray) -> np.ndarray:
         """Observations of environments `env` (b,) at vector steps `time` (b,) -> (b, *shape), a copy."""
@@ -283,7 +286,7 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.time, self.new_priority, self.largest = state["time"], state["new_priority"], state["largest"]
-        self.touched = [np.arange(len(self.priorities))]
+        self.changed_blocks = [np.arange(len(self.priorities))]
 
     def pieces(self, shard: int) -> Iterator[np.ndarray]:
         """The memory of one of this rank's shards, array by array, to be written from or, after the state, read into.
@@ -298,10 +301,10 @@ class ReplayBuffer:
                 yield array[i, : min(self.time, self.capacity)]
         yield self.priorities[shard * self.blocks : (shard + 1) * self.blocks]
         start = envs.start * self.capacity
-        kept = [place - start for place in self.final_obs if start <= place < envs.stop * self.capacity]
-        count = np.array([len(kept)])
+        stored = [place - start for place in self.final_obs if start <= place < envs.stop * self.capacity]
+        count = np.array([len(stored)])
         yield count
-        places = np.resize(np.array(kept, np.int64), count[0])
+        places = np.resize(np.array(stored, np.int64), count[0])
         yield places
         for place in places.tolist():
             yield self.final_obs.setdefault(start + place, np.empty(self.obs_shape, self.frames.dtype))
@@ -312,12 +315,3 @@ class ReplayBuffer:
             values = (np.abs(td_errors.detach().double().cpu().numpy()) + 1e-6) ** self.alpha
             self._set_priorities(indices, values)
             self.largest = max(self.largest, float(values.max()))
-
-
-def descend(parts: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the running sums of `parts` (b, k) exceed `targets` (b,), and how far targets are beyond the sum before."""
-    ends = parts.cumsum(1)
-    targets = np.minimum(targets.clip(0.0), np.nextafter(ends[:, -1], 0))  # rounding may have put them outside
-    found = (ends <= targets[:, None]).sum(1)
-    each = np.arange(len(parts))
-    return found, targets - (ends[each, found] - parts[each, found])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
@@ -10,16 +9,13 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import tyro
 
 from common.errors import BadInput, flag, require, require_divisible
-from common.run.files import read_model
 
 
 class Range(NamedTuple):
@@ -62,8 +58,6 @@ GROUPS = {
 # a run that goes on may change these: they change no number and no row (--cuda changes roundings, and that is printed)
 FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard", "capture_video"}
 FREE |= {"save_model", "check_sync_every", "timeout", "cuda", "shared_memory"}
-# where a model is loaded, these are as it was trained unless the command line says otherwise
-OF_MODEL = ("env_id", "env_kwargs", "network", "dueling", "norm_obs", "norm_reward")
 
 
 @dataclass
@@ -179,7 +173,7 @@ def next_multiple(number: int, divisor: int) -> int:
 def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
     """The command line, or `words`, as an instance of `args`.
 
-    Raises `BadInput` where a switch is given a value, and for a --load-model that cannot be read.
+    Raises `BadInput` where a switch is given a value.
     """
     words = sys.argv[1:] if words is None else words
     switches = {flag(field.name) for field in dataclasses.fields(args) if field.type in (bool, "bool")}
@@ -190,10 +184,6 @@ def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
             raise BadInput(f"{name} {value or following}: takes no value; write {switch} or --no-{switch[2:]}.")
     types, texts = get_type_hints(args, include_extras=True), help_texts(args)
     fields = {field.name: field.default for field in dataclasses.fields(args)}
-    for name, value in flags_of_model(words).items():
-        choices = get_args(types[name]) if get_origin(types.get(name)) is Literal else (value,)
-        if type(fields.get(name)) is type(value) and value in choices:
-            fields[name] = value
     groups = {title: [name for name in names.split() if name in fields] for title, names in GROUPS.items()}
     groups["algorithm"] = [name for name in fields if name not in sum(groups.values(), [])]
     nested = []  # tyro shows a nested dataclass as a group of its own
@@ -203,29 +193,6 @@ def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
         nested.append((title, dataclasses.make_dataclass(title, members)))
     parsed = tyro.cli(dataclasses.make_dataclass("Flags", nested), args=words, config=(tyro.conf.OmitArgPrefixes,))
     return args(**{name: value for title in GROUPS for name, value in vars(getattr(parsed, title)).items()})
-
-
-def flags_of_model(words: list[str]) -> dict[str, Any]:
-    """What the model that `words` load was trained with, or what the run that they go on with, whose model may be gone.
-
-    The simulator's options are left out where `words` name another environment.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("load_model", "run_dir", "env_id"):
-        parser.add_argument(flag(name), f"--{name}", nargs="?")
-    parser.add_argument("--resume", action="store_true")
-    given, _ = parser.parse_known_args(words)
-    if given.load_model is None:
-        return {}
-    config, recorded = Path(given.run_dir or "", "config.json"), None
-    if given.resume and config.is_file():
-        with suppress(ValueError, LookupError):
-            recorded = json.loads(config.read_bytes())["args"]
-    recorded = recorded or read_model(given.load_model)["args"]
-    flags = {name: value for name, value in recorded.items() if name in OF_MODEL}
-    if given.env_id not in (None, flags.get("env_id")):
-        flags.pop("env_kwargs", None)
-    return flags
 
 
 def help_texts(args: type[RunArgs]) -> dict[str, str]:

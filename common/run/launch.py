@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from common.errors import BadInput, Fault, out_of_memory, peer_ended
+from common.errors import BadInput, Fault, peer_ended
 from common.run.arguments import RunArgs, parse
 from common.watchdog import end_now
 
@@ -19,12 +19,13 @@ from common.watchdog import end_now
 def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
     """Run `main` with the arguments of the command line, then exit: 0 done, 2 bad input, 1 a fault, 128 + signal.
 
-    Only rank 0 prints what is wrong with the arguments; a traceback comes from the rank that failed.
+    torchrun ends all ranks after the first to end. So ranks sleep before they end with what rank 0 says too.
     """
     rank = int(os.environ.get("RANK", 0))
     nowhere = open(os.devnull, "w")
-    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere  # None if closed
-    message = ""  # what all ranks say alike: rank 0 says it, and another only if it is left alone with it
+    sys.stdout = sys.stdout or nowhere  # None if closed
+    sys.stderr = sys.stderr or nowhere
+    code = 0
     try:
         with redirect_stdout(nowhere if rank else sys.stdout), redirect_stderr(nowhere if rank else sys.stderr):
             try:
@@ -34,26 +35,21 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
         gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
         main(args)
         if "RANK" not in os.environ:
-            return
-        code = 0  # and no finalisation, in which a thread of torch's that calls Python aborts, if rarely
+            return  # otherwise no finalisation, in which a thread of torch's that calls Python aborts, if rarely
     except (BadInput, Fault) as error:
-        code, message = 2 if isinstance(error, BadInput) else 1, f"rank {rank}: {error}"
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        code = 2 if isinstance(error, BadInput) else 1
+        time.sleep(3 if rank else 0)
+        print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     except SystemExit as error:  # tyro's, or the end after a signal
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        message = f"rank {rank}: ended with code {code}"
+        time.sleep(3 if rank and code == 2 else 0)
+    except KeyboardInterrupt:
+        code = 130
     except BaseException as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if out_of_memory(error):
-            reason = " ".join(str(error).split())
-            print(f"error: rank {rank} is out of memory ({reason}); lower the sizes.", file=sys.stderr, flush=True)
-        elif peer_ended(error):
+        code = 1
+        if peer_ended(error):
             print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
             time.sleep(5)  # torchrun names the first rank to end as the cause: let that be the other
-        elif code == 1:
+        else:
             traceback.print_exc()
-    if message and code in (1, 2) and rank != 0:
-        time.sleep(3)  # torchrun ends all ranks after the first to end: let that be rank 0, which says why
-        print(f"error: {message}", file=sys.stderr, flush=True)
     end_now(code)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import fcntl
 import io
 import json
 import math
 import os
-import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,67 +22,81 @@ from common.distributed import World
 from common.environments import Environments
 from common.errors import BadInput, Fault, flag, one_line
 from common.run.arguments import RunArgs
-from common.run.console import Console
-from common.run.files import locked, write_whole
 from common.run.record import environment_record, require_same_run, source_record
-from common.run.tracking import TensorBoard, Wandb
-from common.run.video import film, require_encoder
 from common.state import state_of
 
-FILES = ("config.json", "metrics.csv", "changes.diff", "videos", "tensorboard", "wandb_id")  # of a run that begins
+LOCK_TIMEOUT = 15.0  # seconds to wait for the end of a process that holds the run directory
+PROGRESS_PERIOD = 10.0  # seconds between two lines of progress where there is no terminal
 
 
 class Logger:
     """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to trackers.
 
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
-    `global_step`; `eval_envs`: --capture-video films the first. Raises `BadInput` for a directory that holds a run or
-    cannot be written (--run-dir), where a package is missing, and where nobody is logged in (--track); later `Fault`,
-    with the path, where something cannot be written. A run that fails before its first row (that of the evaluation
-    before learning does not count) leaves nothing. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`,
-    whether the directory holds a run that is to go on; `finished`, whether that run is complete.
+    `global_step`; `eval_envs`: --capture-video films the first. Raises `BadInput` for a directory that holds another
+    run or cannot be made (--run-dir), for a missing package, and for a tracker that does not begin; later `Fault`, with
+    the path, if something cannot be written. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`,
+    whether the directory holds a run to continue; `finished`, whether that run is complete; `longer`, whether it was to
+    be shorter.
     """
 
     def __init__(
-        self, args: RunArgs, file: str, columns: tuple[str, ...], world: World, eval_envs: Environments | None = None
+        self,
+        args: RunArgs,
+        file: str,
+        columns: tuple[str, ...],
+        world: World,
+        eval_envs: Environments | None = None,
     ) -> None:
+        self.args = args
+        self.enabled = world.rank == 0
+        self.columns = ("global_step", *columns)
+        self.world = world
+        self.eval_envs = eval_envs
+        self.film = None
         if args.capture_video:
-            require_encoder()
-        self.args, self.enabled, self.columns = args, world.rank == 0, ("global_step", *columns)
-        self.rng_state: torch.Tensor | None = torch.get_rng_state()  # None once a draw from it was noted
-        self.started, self.wall = time.perf_counter(), 0.0  # and seconds of the run before this start
-        self.evaluated, self.last_step = 0.0, 0  # seconds of evaluations; the newest row's step
-        self.console, self.trackers = Console(args.total_timesteps), []
-        self.eval_envs, self.films, self.feed_watchdog = eval_envs, args.capture_video, world.watchdog.feed
-        if not self.enabled:
-            return
-        with ExitStack() as opened:
             try:
-                self._open(file, world, opened)
-            except (OSError, Fault) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise BadInput(f"--run-dir {self.dir}: cannot be written ({reason}); name another.") from error
-            self.opened = opened.pop_all()
-        self.note(f"writing to {self.dir}")
+                from common.run.video import film
+            except ImportError as error:
+                raise BadInput("--capture-video: needs av: pip install av") from error
+            self.film = film
+        self.latest: dict[str, float] = {"global_step": 0}  # the newest number of each column
+        self.bar = None
+        self.printed = 0.0  # when progress was printed
+        self.rng_state: torch.Tensor | None = None
+        self.begun = time.perf_counter()
+        self.seconds = {"wall": 0.0, "evaluated": 0.0}  # before this start; of evaluations, films included
+        self.continues = False  # whether a checkpoint was read
+        self.trackers: list[Any] = []
+        if self.enabled:
+            with ExitStack() as opened:
+                self._open(file, opened)
+                self.opened = opened.pop_all()
 
-    def _open(self, file: str, world: World, opened: ExitStack) -> None:
-        """Lock the run directory, begin a run there or go on with it, and open the trackers.
-
-        `opened`: receives what is to be called at the end, or if this fails.
-        """
-        args, script = self.args, Path(file).stem
-        self._make_dir(script)
-        opened.callback(os.close, locked(self.dir))
-        self.present = {path.name for path in self.dir.iterdir()}
-        if not args.resume and self.present & {"metrics.csv", "config.json"}:
-            fault = "holds a run already; name a new directory, or go on with it by --resume"
-            raise BadInput(f"--run-dir {self.dir}: {fault}.")
-        self.resumed = args.resume and "config.json" in self.present
-        self.finished = self.longer = False
-        opened.push(self._end)
-        sources, self.changes = source_record(Path(file))
-        environment = environment_record(world) | sources
+    def _open(self, file: str, opened: ExitStack) -> None:
+        """Lock the run directory, look at what it holds, and open the trackers."""
+        args = self.args
+        script = Path(file).stem
+        env_id = args.env_id.replace("/", "-").replace(":", "-")
+        default = f"runs/{env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.dir = Path(args.run_dir or default)
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            opened.callback(os.close, lock(self.dir))
+            present = {path.name for path in self.dir.iterdir()}
+        except FileExistsError:
+            raise BadInput(f"--run-dir {self.dir}: is a file; name another.") from None
+        except OSError as error:
+            raise BadInput(f"--run-dir {self.dir}: cannot be written ({error.strerror}); name another.") from error
+        if not args.resume and present & {"metrics.csv", "config.json"}:
+            advice = "name a new directory, or go on with it by --resume"
+            raise BadInput(f"--run-dir {self.dir}: holds a run already; {advice}.")
+        sources, self.difference = source_record(Path(file))
+        environment = environment_record(self.world) | sources
         self.record = {"script": script, "args": dataclasses.asdict(args)} | environment
+        self.resumed = args.resume and "config.json" in present
+        self.longer = False
+        self.config = self.record
         if self.resumed:
             try:
                 self.config = json.loads((self.dir / "config.json").read_bytes())
@@ -89,40 +104,22 @@ class Logger:
                 raise BadInput(f"--run-dir {self.dir}: its config.json is damaged; name another.") from error
             require_same_run(self.dir, self.config, self.record)
             self.longer = self.config["args"]["total_timesteps"] < args.total_timesteps
-            self.finished = "finished" in self.present and not self.longer
-        else:
-            self.begin()
+        self.finished = self.resumed and "finished" in present and not self.longer
         if args.tensorboard and not self.finished:
-            self.trackers.append(TensorBoard(self.dir, self.resumed, self.note))
-        if args.track:  # a finished run's too, which may not have sent all
+            from common.run.tracking import TensorBoard
+
+            self.trackers.append(TensorBoard(self.dir))
+        if args.track and not self.finished:
+            from common.run.tracking import Wandb
+
             same_run = self.resumed and not self.longer  # wandb keeps the rows at the old end
             try:
-                self.trackers.append(Wandb(args, file, self.dir, environment, same_run, self.note))
+                self.trackers.append(Wandb(args, file, self.dir, environment, same_run))
             except BadInput as error:
                 if not self.resumed:
                     raise
                 self.note(f"{error} The run goes on without; a later start sends what is lacking.")
-        if self.finished:
-            self._send_recorded()
-
-    def _make_dir(self, script: str) -> None:
-        """Make the run directory: --run-dir, or a new one, with a number where a run of the same second has it."""
-        env_id = self.args.env_id.replace("/", "-").replace(":", "-")
-        default = f"runs/{env_id}__{script}__{self.args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        for number in range(1, 100):
-            self.dir = Path(self.args.run_dir or (default if number == 1 else f"{default}-{number}"))
-            self.made = [folder for folder in (self.dir, *self.dir.parents) if not folder.exists()]
-            try:
-                self.dir.mkdir(parents=True, exist_ok=bool(self.args.run_dir))
-                return
-            except FileExistsError:
-                if self.args.run_dir:
-                    raise BadInput(f"--run-dir {self.dir}: is a file; name another.") from None
-
-    def begin(self) -> None:
-        """Start config.json and metrics.csv, over those of a run that had no checkpoint yet."""
-        self._write_config(self.record, "changes.diff")
-        self.load_state_dict({"metrics": ",".join(self.columns) + "\n", "wall": 0.0, "evaluated": 0.0})
+        self.note(f"writing to {self.dir}")
 
     def continued(self, global_step: int, meaning: str, changes: list[str]) -> None:
         """Say what is not as it was before a checkpoint, and add it to config.json; changed sources have a file."""
@@ -130,39 +127,57 @@ class Logger:
         change = {"global_step": global_step, "commit": self.record["commit"], "changes": changes}
         self.config["continued"] = [*self.config.get("continued", []), change]
         self.config["args"]["total_timesteps"] = self.args.total_timesteps
-        self._write_config(self.config, f"changes-{global_step}.diff")
+        self._write_config(f"changes-{global_step}.diff")
 
-    def _write_config(self, config: Mapping[str, Any], name_of_changes: str) -> None:
-        write_whole(self.dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        if self.changes:
-            write_whole(self.dir / name_of_changes, self.changes.encode())
+    def _write_config(self, name_of_difference: str) -> None:
+        write_whole(self.dir / "config.json", (json.dumps(self.config, indent=2) + "\n").encode())
+        if self.difference:
+            write_whole(self.dir / name_of_difference, self.difference.encode())
 
-    def state_dict(self) -> dict[str, str | float]:
-        """The rows so far, and the time that they took."""
-        wall = time.perf_counter() - self.started
-        return {"metrics": (self.dir / "metrics.csv").read_text(), "wall": wall, "evaluated": self.evaluated}
+    def state_dict(self) -> dict[str, float]:
+        """The length of metrics.csv, in bytes that are on the disk, and the time that the run took so far."""
+        with open(self.dir / "metrics.csv", "rb") as file:
+            os.fsync(file.fileno())
+            length = file.seek(0, os.SEEK_END)
+        return self.seconds | {"wall": time.perf_counter() - self.begun, "metrics_length": length}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make metrics.csv what it was, and send trackers what they lack of it; the clock goes on from there."""
-        if self.enabled:
-            (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
-            path = self.dir / "metrics.csv"
-            write_whole(path, state["metrics"].encode())
-            self.metrics_stat = path.stat()
-            self.wall, self.evaluated = state["wall"], state["evaluated"]
-            self._send_recorded()
-
-    def _send_recorded(self) -> None:
-        """Send the rows of metrics.csv to trackers that lack them."""
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Cut metrics.csv back to what it was, and send trackers what they lack of it."""
+        if not self.enabled:
+            return
+        path = self.dir / "metrics.csv"
+        size = path.stat().st_size if path.exists() else 0
+        if size < state["metrics_length"]:
+            raise Fault(f"{path}: has {size} bytes, fewer than at the checkpoint ({state['metrics_length']}).")
+        (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
+        os.truncate(path, state["metrics_length"])
+        self.seconds = {name: state[name] for name in self.seconds}
+        self.continues = True
         self.num_rows = 0
-        for cells in csv.DictReader((self.dir / "metrics.csv").read_text().splitlines()):
+        for cells in csv.DictReader(path.read_text().splitlines()):
             self._send(cells)
 
     def start(self, plan: str) -> None:
-        """Print what is about to be run, and start the clock of `time/wall` and `time/SPS`."""
+        """Print what is about to be run, start the clock of `time/wall` and `time/SPS` and, unless the run continues a
+        checkpoint, write config.json and the header of metrics.csv.
+        """
         self.note(plan)
         self.rng_state = torch.get_rng_state()
-        self.started = time.perf_counter() - self.wall
+        self.begun = time.perf_counter() - self.seconds["wall"]
+        if not self.enabled:
+            return
+        if not self.continues:
+            if self.resumed:
+                self.note(f"{self.dir} holds no checkpoint: the run begins again")
+            self.config = self.record
+            self._write_config("changes.diff")
+            write_whole(self.dir / "metrics.csv", (",".join(self.columns) + "\n").encode())
+            self.num_rows = 0
+        if sys.stdout.isatty():
+            from tqdm import tqdm
+
+            step = int(self.latest["global_step"])
+            self.bar = tqdm(total=self.args.total_timesteps, initial=step, file=sys.stdout, dynamic_ncols=True)
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
@@ -181,74 +196,95 @@ class Logger:
                 raise Fault(f"step {global_step}: {name} is not finite; try a lower {' or '.join(map(flag, rates))}.")
 
     def _write_row(self, row: dict[str, float | int]) -> None:
-        """Write a row to metrics.csv, send it to trackers and show it."""
-        step, evaluation = row["global_step"], "eval/episodic_return" in row
+        """Write a row to metrics.csv, film its evaluation, send it to trackers and show it."""
+        step = row["global_step"]
         if self.rng_state is not None and not torch.get_rng_state().equal(self.rng_state):
             self.rng_state = None
             fault = "something drew from torch's default generator, so the numbers depend on the number of processes"
             self.note(f"step {step}: {fault}; draw as rule 2 of docs/modify.md says")
-        row["time/wall"] = time.perf_counter() - self.started
+        row["time/wall"] = time.perf_counter() - self.begun
+        evaluation = "eval/episodic_return" in row
         if evaluation:
-            self.evaluated += row["time/eval"]
+            self.seconds["evaluated"] += row["time/eval"]
         else:
-            row["time/SPS"] = step / (row["time/wall"] - self.evaluated)
+            row["time/SPS"] = step / (row["time/wall"] - self.seconds["evaluated"])
         cells = {name: repr(plain(row[name])) if name in row else "" for name in self.columns}
         self._append(",".join(cells.values()) + "\n")
-        if evaluation and self.films:
+        if evaluation and self.film:
             self._film(step)
         self._send(cells)
-        self.last_step = step
-        self.console.show(row)
+        self._show(evaluation)
 
     def _append(self, line: str) -> None:
-        """Append a line to metrics.csv: all of it, or none and a `Fault`."""
-        path, before = self.dir / "metrics.csv", self.metrics_stat
+        """Append a line to metrics.csv, whole or not at all."""
+        path = self.dir / "metrics.csv"
         try:
-            found = path.stat()
-            if found.st_size != before.st_size or not os.path.samestat(found, before):
-                raise OSError(0, "another program has changed it")
+            length = path.stat().st_size
             try:
                 with open(path, "ab") as file:
                     file.write(line.encode())
             except OSError:
-                os.truncate(path, before.st_size)
+                os.truncate(path, length)
                 raise
-            self.metrics_stat = path.stat()
         except OSError as error:
             raise Fault(f"{path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
 
-    def _send(self, cells: Mapping[str, str]) -> None:
-        """Send the next row of metrics.csv, and its film, to trackers that lack it."""
-        video = self.dir / "videos" / f"{cells['global_step']}.mp4"
-        filmed = self.args.capture_video and cells.get("eval/episodic_return") and video.exists()
-        row = {name: float(cell) for name, cell in cells.items() if cell}
-        if "time/SPS" in row:
-            row["charts/SPS"] = row.pop("time/SPS")  # its usual name
-        for tracker in self.trackers:
-            if self.num_rows >= tracker.starting_step:
-                tracker.send(self.num_rows, row, video if filmed else None)
-        self.num_rows += 1
-
     def _film(self, global_step: int) -> None:
-        """Film the evaluation that was just played; where that fails, say why, and film no more."""
-        path, started = self.dir / "videos" / f"{global_step}.mp4", time.perf_counter()
-
-        def alive() -> None:
-            if time.perf_counter() - started > self.args.timeout / 2:  # the other ranks wait
-                raise TimeoutError("it took half of --timeout")
-            self.feed_watchdog()
-
+        """Film the evaluation that was just played; if that fails, say why, and film no more."""
+        started = time.perf_counter()
+        path = self.dir / "videos" / f"{global_step}.mp4"
+        seconds = self.args.timeout / 2  # the other ranks wait
+        args = self.args
         try:
-            film(path, self.args.env_id, self.args.env_kwargs, self.eval_envs.first, alive)
+            self.film(path, args.env_id, args.env_kwargs, self.eval_envs.first, self.world.watchdog.feed, seconds)
         except Exception as error:  # a simulator's own, a missing display's, a full disk's
             self.note(f"--capture-video: no films ({type(error).__name__}: {one_line(error)})")
-            self.films = False
-        self.evaluated += time.perf_counter() - started
+            self.film = None
+            path.unlink(missing_ok=True)
+        self.seconds["evaluated"] += time.perf_counter() - started
+
+    def _send(self, cells: Mapping[str, str]) -> None:
+        """Send the next row of metrics.csv, and its film, to trackers."""
+        row = {name: float(cell) for name, cell in cells.items() if cell}
+        self.latest |= row
+        film = self.dir / "videos" / f"{cells['global_step']}.mp4"
+        filmed = "eval/episodic_return" in row and self.args.capture_video and film.exists()
+        if self.trackers and "time/SPS" in row:
+            row["charts/SPS"] = row.pop("time/SPS")  # its usual name
+        for tracker in list(self.trackers):
+            try:
+                tracker.send(self.num_rows, row, film if filmed else None)
+            except Exception as error:  # of a full disk, or wandb's own
+                name = type(tracker).__name__
+                self.note(f"{name} takes no rows any more ({one_line(error)}); metrics.csv goes on")
+                self.trackers.remove(tracker)
+        self.num_rows += 1
+
+    def _show(self, at_once: bool) -> None:
+        """Show progress: in a bar with the time left on a terminal, otherwise in a line every ten seconds."""
+        step = int(self.latest["global_step"])
+        total = self.args.total_timesteps
+        shown = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
+        numbers = [f"{name} {self.latest[x]:.1f}" for name, x in shown.items() if x in self.latest]
+        if self.bar is not None:
+            self.bar.set_postfix_str("  ".join(numbers), refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif at_once or time.perf_counter() > self.printed + PROGRESS_PERIOD:
+            self.printed = time.perf_counter()
+            speed = f"{self.latest.get('time/SPS', 0):,.0f} SPS"
+            self.note("  ".join([f"{step:,} of {total:,} ({step / max(total, 1):.0%})", speed, *numbers]))
 
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
-        if self.enabled:
-            self.console.note(text)
+        if not self.enabled:
+            return
+        try:
+            if self.bar is not None:
+                self.bar.write(text)
+            else:
+                print(text, flush=True)
+        except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def save(self, global_step: int, state: Mapping[str, Any]) -> None:
         """Write model.pt, for `weights_only=True`: the arguments, the step, `state` without what only trains."""
@@ -263,22 +299,57 @@ class Logger:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self.enabled:
-            self.console.end(complete=error is None)
-            self.opened.__exit__(kind, error, traceback)
+        if not self.enabled:
+            return
+        if self.bar is not None:
+            self.bar.close()
+        elif error is None:
+            self._show(at_once=True)
+        with self.opened:
+            for tracker in self.trackers:
+                with suppress(Exception):  # of a full disk, or wandb's own, which says so
+                    tracker.finish(failed=error is not None)
 
-    def _end(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """End the trackers; remove what a new run has made that failed before its first update's row."""
-        failed = bool(error.code) if isinstance(error, SystemExit) else error is not None  # code 0: it was finished
-        for tracker in self.trackers:
-            tracker.finish(failed)
-        if error is not None and not self.resumed and self.last_step == 0:
-            for path in (self.dir / name for name in FILES if name not in self.present):
-                with suppress(OSError):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            for folder in self.made:
-                with suppress(OSError):  # it holds something else
-                    folder.rmdir()
+
+def lock(folder: Path) -> int:
+    """Lock a folder -> the descriptor that holds the lock, until it is closed or the process ends.
+
+    Waits for an owner that is ending. On a file system without locks it takes none.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                fault = "another process is writing there; end it, or name another"
+                raise BadInput(f"--run-dir {folder}: {fault}.") from None
+            time.sleep(0.1)
+        except OSError:  # no locks
+            return descriptor
+
+
+def write_flushed(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file and flush it to the disk."""
+    with open(path, "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file under another name, then rename it: it is whole or, with a `Fault` that names it, not there."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        write_flushed(part, [content])
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 def for_model(state: Mapping[str, Any]) -> dict[str, Any]:
