@@ -1,27 +1,32 @@
-"""Deep Q-Network (Nature 518, 2015) with one replay buffer over all ranks; the same at any number of DDP processes.
+"""Deep Q-Network (Nature 518, 2015), the same experiment on any number of processes (DDP).
 
     python dqn_ddp.py --env-id CartPole-v1
     torchrun --nproc_per_node=2 dqn_ddp.py --env-id CartPole-v1
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 dqn_ddp.py --num-envs 8
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 dqn_ddp.py
 
 To use it in a project of your own, copy this file and `common/`.
-A shard is a group of environments whose numbers are computed in arrays of their own, because sums and products round
-differently in arrays of another shape. With `--shards N` there are N shards, however many processes run, so a process
-may hold several: `batches` and `stats` are lists with an entry for each. Without, it has one.
 
-Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling networks
-arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
-1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
-2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from each of
-   `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and losses are scaled to give
-   the mean over the batch.
-3. Truncation bootstraps from the value of the last observation, termination does not (no difference: CleanRL too).
+A shard is a group of environments whose numbers are computed in arrays of their own, because sums and
+products round differently in arrays of another shape. With `--shards N` there are N shards, however
+many processes run: one may hold several, and `batches`, `stats` are lists with an entry for each.
+Without, it holds one.
+
+Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling
+networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
+1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any
+   `--num-envs`.
+2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from
+   each of `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and
+   losses are scaled to give the mean over the batch.
+3. Truncation bootstraps from the value of the last observation, termination does not (no difference:
+   CleanRL too).
 4. Logged losses are means over all gradient steps since the last row.
-5. By default 4 environments and a gradient step per 8 transitions, where CleanRL takes 1 and one per 10. The learning
-   rate falls to 0; where it is constant, as in CleanRL, three CartPole seeds in five ended below 470.
-6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends; importance weights are
-   divided by the largest in the whole buffer; new transitions get the largest priority that any rank has set; a
-   checkpoint truncates all running episodes.
+5. By default 4 environments and a gradient step per 8 transitions, where CleanRL takes 1 and one per
+   10. The learning rate falls to 0; where it is constant, as in CleanRL, three CartPole seeds in five
+   ended below 470.
+6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends;
+   importance weights are divided by the largest in the whole buffer; new transitions get the largest
+   priority that any rank has set; a checkpoint truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ class Args(RunArgs):
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
-    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (at 64 x 64 nine times slower on a CPU)"""
+    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
     log_every: Count = 1_000
     """write a row at each multiple of so many transitions (all ranks)"""
     life_loss: bool = True
@@ -127,9 +132,9 @@ class Args(RunArgs):
 
 
 class Trunk(nn.Module):
-    """Observations (B, *shape) in the space's own dtype -> features (B, num_features), for hidden layers of `width`.
+    """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
 
-    Vector: a layer of 120, then a width of 84. Image: the convolutions of common/encoders.py, and their width.
+    Vector: a layer of 120. Image: the convolutions of common/encoders.py. `width`: of the hidden layers.
     """
 
     def __init__(self, space: gym.spaces.Box, network: str = "auto") -> None:
@@ -151,12 +156,12 @@ class Trunk(nn.Module):
 class QNetwork(nn.Module):
     """Observations (B, *shape) -> values of all actions (B, num_actions).
 
-    Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9), otherwise one.
+    Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9).
     """
 
-    def __init__(self, obs_space: gym.spaces.Box, num_actions: int, dueling: bool, network: str = "auto") -> None:
+    def __init__(self, space: gym.spaces.Box, num_actions: int, dueling: bool, network: str = "auto") -> None:
         super().__init__()
-        self.trunk = Trunk(obs_space, network)
+        self.trunk = Trunk(space, network)
         self.head = self._stream(num_actions)
         self.value_head = self._stream(1) if dueling else None
 
@@ -201,7 +206,9 @@ class TDLoss(nn.Module):
 NOISE_STEPS = 64  # vector steps of exploration noise in one draw
 
 
-def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: torch.Generator) -> Iterator[float]:
+def collect(
+    args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: torch.Generator
+) -> Iterator[float]:
     """Store one vector step in `rb` at a time and yield epsilon, for ever.
 
     All environments start anew where the run says so: at the beginning, and after each checkpoint.
@@ -227,7 +234,8 @@ def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: t
             actions = np.where(greedy, policy(obs).argmax(-1), actions)
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
-        rb.add(actions, np.sign(rewards) if envs.atari else rewards, terminations, truncations, obs, infos)
+        learned = np.sign(rewards) if envs.atari else rewards
+        rb.add(actions, learned, terminations, truncations, obs, infos)
         yield epsilon
 
 
@@ -244,7 +252,7 @@ def compute_td_target(
 ) -> torch.Tensor:
     """rewards, discounts (b,) + the target network's values (b, n) of what follows -> targets (b,).
 
-    The action is the best by `next_q` (b, n): the target network's values, or the online network's (double Q).
+    The action is the best by `next_q` (b, n): by the target network, or by the online one (double Q).
     """
     best = next_q.argmax(1, keepdim=True)
     return rewards + discounts * next_target_q.gather(1, best).squeeze(1)
@@ -254,28 +262,41 @@ COLUMNS = ("charts/epsilon", "losses/td_loss", "losses/q_values")
 
 
 def main(args: Args) -> None:
-    """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
+    """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
     with open_environments(args, (gym.spaces.Discrete,), args.life_loss) as envs:
         obs_space = envs.single_observation_space
-        args.require(args.network == "auto" or len(obs_space.shape) == 3, "network", "left off for vector observations")
-        options = {"alpha": args.per_alpha if args.prioritized else 0.0, "n_step": args.n_step, "gamma": args.gamma}
-        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options)
+        image = len(obs_space.shape) == 3
+        args.require(args.network == "auto" or image, "network", "left off for vector observations")
+        options = {
+            "alpha": args.per_alpha if args.prioritized else 0.0,
+            "n_step": args.n_step,
+            "gamma": args.gamma,
+        }
+        options |= {
+            "stack": envs.stack,
+            "repeats_first": envs.repeats_first,
+            "channels_last": envs.channels_last,
+        }
+        rb = ReplayBuffer(
+            args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options
+        )
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
 
 def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
-    """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
+    """The training loop. A function of its own: DDP modules must be freed before the process group closes."""
     world = run.world
     envs = run.envs
     budget = args.total_timesteps // args.num_envs * args.num_envs
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
+    seed = int(torch.randint(2**62, ()))  # not the stream of initial weights
+    generator = torch.Generator().manual_seed(seed)
     num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network).to(run.device)
+    q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network)
+    q_network = q_network.to(run.device)
     target_network = deepcopy(q_network).requires_grad_(False)
     parameters = list(q_network.parameters())
     target_parameters = list(target_network.parameters())
@@ -283,8 +304,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     run.register(q_network=q_network, target_network=target_network, optimizer=optimizer)
     run.register(generator=generator, replay=rb)
     loss_fn = TDLoss(q_network, target_network, args, world.num_shards)
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting uses the
-    # bare network. GPUs round sums by address, so there gradients stay where they were computed.
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
+    # uses the bare network. GPUs round sums by address: no views of buckets there.
     options = {"gradient_as_bucket_view": run.device.type == "cpu"}
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     policy = run.policy(q_network)
@@ -303,24 +324,28 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         epsilon = next(experience)
         update_start = time.perf_counter()
 
-        # the updates that fell due in this vector step; `run.global_step` is still that of the step before
-        updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
+        # the updates that fell due in this vector step; `run.global_step` is that of the step before
+        done = run.global_step // args.train_frequency
+        updates = range(done + 1, global_step // args.train_frequency + 1)
         fraction = 1.0 - run.global_step / budget if args.anneal_lr else 1.0
-        if updates and global_step > max(args.learning_starts, args.num_envs * args.n_step):  # some can be sampled
+        if updates and global_step > max(
+            args.learning_starts, args.num_envs * args.n_step
+        ):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for group, rate in zip(optimizer.param_groups, initial_rates, strict=True):
                 group["lr"] = fraction * rate
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, batches)  # collective: the mean gradient of all shards
+                stats = run.backward(ddp_loss, batches)  # collective: the mean gradient
                 if args.max_grad_norm < math.inf:
                     nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
                 run.means.add(stats)
-                if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
+                trained = k * args.train_frequency
+                if crossed(args.target_network_frequency, trained - args.train_frequency, trained):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
         run.means.seconds["time/rollout"] += update_start - rollout_start

@@ -2,38 +2,47 @@
 
     python ppg_ddp.py --env-id CartPole-v1
     torchrun --nproc_per_node=2 ppg_ddp.py --env-id CartPole-v1
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppg_ddp.py --num-envs 8
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppg_ddp.py
 
 To use it in a project of your own, copy this file and `common/`.
-A shard is a group of environments whose numbers are computed in arrays of their own, because sums and products round
-differently in arrays of another shape. With `--shards N` there are N shards, however many processes run, so a process
-may hold several: `rollouts`, `batches`, `inds` and `minibatches` are lists with an entry for each. Without, it has one.
 
-PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi` iterations, where the
-policy network learns the value function without changing its policy. With `--aux-epochs 0` and PPO's flags it is
-`ppo_ddp.py`, bit for bit on vector observations. Each phase has its own Adam, whose state persists; the auxiliary one
-moves all networks. Keep rewards normalised: value losses of large returns drown the KL term, and the policy is lost.
+A shard is a group of environments whose numbers are computed in arrays of their own, because sums and
+products round differently in arrays of another shape. With `--shards N` there are N shards, however
+many processes run: one may hold several, and `rollouts`, `batches`, `inds`, `minibatches` are lists
+with an entry for each. Without, it holds one.
+
+PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi`
+iterations, where the policy network learns the value function without changing its policy. With
+`--aux-epochs 0` and PPO's flags it is `ppo_ddp.py`, bit for bit on vector observations. Each phase has
+its own Adam, whose state persists; the auxiliary one moves all networks. Keep rewards normalised: value
+losses of large returns drown the KL term, and the policy is lost.
 
 Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's phasic-policy-gradient):
-1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise and fills the
-   same places of minibatches, whichever rank holds it.
+1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
+   and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout runs the policy alone, on vectors in numpy; values and old log-probabilities are computed after it.
-5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per iteration.
-6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign. Without it
-   (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k steps; with it, none did.
+4. The rollout runs the policy alone, on vectors in numpy; values and old log-probabilities are computed
+   after it.
+5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per
+   iteration.
+6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
+   Without it (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k
+   steps; with it, none did.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their bounds on the way to
-   the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint truncates all running episodes.
-9. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam, which is no difference at
-   the paper's E_pi = E_V = 1. The value loss weighs half of the reference's (`--vf-coef 1` is the reference's).
+8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
+   bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
+   truncates all running episodes.
+9. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam, which is
+   no difference at the paper's E_pi = E_V = 1. The value loss weighs half of the reference's
+   (`--vf-coef 1` is the reference's).
 10. Gradient norms are clipped in both phases, and learning rates are annealed.
 11. Both phases shuffle single steps; the reference shuffles whole rollouts.
 12. Layers start orthogonal, as in PPO; the reference scales the weights of each output to one norm.
 13. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
-14. Phases and batches are small by default, for small problems; the paper's, for Procgen, are those of the suite
-    `procgen` (benchmark/suites.py). There, a time limit is a truncation; the reference takes it for a termination.
+14. Phases and batches are small by default, for small problems; the paper's, for Procgen, are those of
+    the suite `procgen` (benchmark/suites.py). There, a time limit is a truncation; the reference takes
+    it for a termination.
 """
 
 from __future__ import annotations
@@ -72,9 +81,9 @@ class Args(RunArgs):
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
-    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (at 64 x 64 nine times slower on a CPU)"""
+    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
     compile: bool = False
-    """compile the loss (a CPU needs g++): a slower start, then updates of small networks up to 1.5 times as fast"""
+    """compile the loss (a CPU needs g++): a slower start, then small networks learn up to 1.5 times as fast"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -171,8 +180,8 @@ class Trunk(nn.Module):
 class Agent(nn.Module):
     """Policy and value over separate trunks.
 
-    The policy is a tensor `pi`: logits (B, n) of a `Discrete` space, or means and log standard deviations (B, 2 d) of a
-    `Box` of d numbers.
+    The policy is a tensor `pi`: logits (B, n) of a `Discrete` space, or means and log standard deviations
+    (B, 2 d) of a `Box` of d numbers.
     """
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.Space, network: str = "auto") -> None:
@@ -196,7 +205,7 @@ class Agent(nn.Module):
         return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
 
     def value(self, obs: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Values (B,) of obs (B, *shape); `features` is there because ppo_ddp.py has it."""
+        """Values (B,) of obs (B, *shape); `features` is here because ppo_ddp.py has it."""
         return self.critic(self.value_trunk(obs)).squeeze(-1)
 
     def log_prob_entropy(self, pi: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,14 +260,14 @@ class Batch(NamedTuple):
 
 
 class PPOLoss(nn.Module):
-    """The clipped objectives of one minibatch (arXiv:1707.06347 eq. 7 and 9). DDP wraps this, not the agent."""
+    """The clipped objectives of a minibatch (arXiv:1707.06347 eq. 7 and 9). DDP wraps this, not the agent."""
 
     def __init__(self, agent: Agent, args: Args) -> None:
         super().__init__()
         self.agent, self.args = agent, args
 
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss, a mean over the minibatch, and, detached, what is logged: means, or numbers (B,)."""
+        """Returns the loss, a mean over the minibatch, and what is logged: means, or numbers (B,)."""
         args = self.args
         pi, features = self.agent(mb.obs)
         newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
@@ -312,7 +321,7 @@ class Rollout(NamedTuple):
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
-    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, if their deviation scales rewards
+    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, or the rewards themselves
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
     next_obs: np.ndarray  # (n, *shape)
@@ -321,7 +330,12 @@ class Rollout(NamedTuple):
 
 
 def learning_batch(
-    args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
+    args: Args,
+    run: Run,
+    agent: Agent,
+    rollout: Rollout,
+    obs_moments: RunningMoments,
+    return_moments: RunningMoments,
 ) -> Batch:
     """Values, log-probabilities, advantages and returns of a rollout."""
     rewards = return_moments.scaled(rollout.rewards).astype(default_float())
@@ -332,7 +346,7 @@ def learning_batch(
         actions = run.upload(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
         features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
         logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
-        # as many at once as in a minibatch, for memory: the value may have convolutions of its own, as PPG's has
+        # as many at once as in a minibatch, for memory: PPG's value has convolutions of its own
         chunks = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*chunk) for chunk in chunks])
         last_obs = np.stack([*rollout.next_obs, *rollout.final_obs])
@@ -349,7 +363,12 @@ def learning_batch(
 
 
 def collect(
-    args: Args, run: Run, agent: Agent, policy: Acting, generator: torch.Generator, obs_moments: RunningMoments
+    args: Args,
+    run: Run,
+    agent: Agent,
+    policy: Acting,
+    generator: torch.Generator,
+    obs_moments: RunningMoments,
 ) -> Iterator[list[Rollout]]:
     """Yield rollouts of `num_steps` steps for ever, one for each shard of this process.
 
@@ -362,7 +381,9 @@ def collect(
     draw = torch.rand if agent.discrete else torch.randn
     phase_obs = envs.storage(args.n_pi if args.aux_epochs else 1, *shape)
     actions = np.zeros((*shape, *action_shape), action_type)
-    features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
+    features = None
+    if agent.trunk.image:
+        features = torch.zeros((*shape, agent.trunk.num_features), device=run.device)
     rewards = np.zeros(shape)
     terminations = np.zeros(shape, bool)
     truncations = np.zeros(shape, bool)
@@ -390,7 +411,9 @@ def collect(
 
         dones = terminations | truncations
         learned = np.sign(rewards) if envs.atari else rewards
-        reward_sums = discounted_returns(learned, dones, args.gamma, return_carry) if args.norm_reward else learned
+        reward_sums = learned
+        if args.norm_reward:
+            reward_sums = discounted_returns(learned, dones, args.gamma, return_carry)
         rollouts = []
         for shard in envs.shards:
             rollout = Rollout(
@@ -413,11 +436,19 @@ class Phase:
     """A policy phase of K steps of n environments; a transition's index is step * n + environment."""
 
     def __init__(
-        self, args: Args, run: Run, agent: Agent, rollout: Rollout, returns: torch.Tensor, obs_moments: RunningMoments
+        self,
+        args: Args,
+        run: Run,
+        agent: Agent,
+        rollout: Rollout,
+        returns: torch.Tensor,
+        obs_moments: RunningMoments,
     ) -> None:
         self.run = run
         self.obs_moments = obs_moments
-        self.obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (K, n, *shape), maybe more than a GPU holds
+        self.obs = rollout.phase_obs.reshape(
+            -1, *rollout.next_obs.shape
+        )  # (K, n, *shape), maybe more than a GPU holds
         self.returns = returns  # (K * n,)
         chunks = [x.reshape(-1, *x.shape[2:]) for x in np.split(self.obs, args.num_aux_minibatches)]
         with torch.no_grad():
@@ -437,12 +468,18 @@ class Phase:
 
 
 def compute_gae(
-    rewards: np.ndarray, values: np.ndarray, next_value: np.ndarray, dones: np.ndarray, gamma: float, gae_lambda: float
+    rewards: np.ndarray,  # (T, n), as values and dones
+    values: np.ndarray,
+    next_value: np.ndarray,
+    dones: np.ndarray,
+    gamma: float,
+    gae_lambda: float,
 ) -> np.ndarray:
-    """Generalised advantage estimates (arXiv:1506.02438 eq. 16): rewards, values, dones (T, n) -> advantages (T, n).
+    """Generalised advantage estimates (arXiv:1506.02438 eq. 16) of T steps of n environments -> (T, n).
 
-    `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode (CleanRL's
-    dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last observation's value.
+    `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode
+    (CleanRL's dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last
+    observation's value.
     """
     advantages = np.empty_like(values)
     lastgaelam = np.zeros_like(next_value)
@@ -458,8 +495,8 @@ def compute_gae(
 def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     """Random numbers (num_epochs, n, num_steps) -> shuffled indices (num_epochs, num_minibatches, size).
 
-    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the order of its
-    random numbers and cut, so that a minibatch holds as many steps of every environment.
+    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the
+    order of its random numbers and cut, so that a minibatch holds as many steps of every environment.
     """
     num_epochs, n, _ = draws.shape
     inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
@@ -467,24 +504,25 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
 
 
 COLUMNS = (
-    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
-    *("losses/clipfrac", "losses/explained_variance", "losses/epochs"),
+    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl"),
+    *("losses/approx_kl", "losses/clipfrac", "losses/explained_variance", "losses/epochs"),
     *("losses/aux/aux_value_loss", "losses/aux/kl_loss", "losses/aux/real_value_loss", "time/aux"),
 )
 
 
 def main(args: Args) -> None:
-    """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
+    """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
     with open_environments(args, (gym.spaces.Discrete, gym.spaces.Box), args.life_loss) as envs:
         space = envs.single_observation_space
-        args.require(not args.norm_obs or len(space.shape) == 1, "norm_obs", "left off for image observations")
-        args.require(args.network == "auto" or len(space.shape) == 3, "network", "left off for vector observations")
+        image = len(space.shape) == 3
+        args.require(not args.norm_obs or not image, "norm_obs", "left off for image observations")
+        args.require(args.network == "auto" or image, "network", "left off for vector observations")
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run)
 
 
 def train(args: Args, run: Run) -> None:
-    """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
+    """The training loop. A function of its own: DDP modules must be freed before the process group closes."""
     world = run.world
     envs = run.envs
     batch_size = args.num_envs * args.num_steps
@@ -492,7 +530,8 @@ def train(args: Args, run: Run) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
+    seed = int(torch.randint(2**62, ()))  # not the stream of initial weights
+    generator = torch.Generator().manual_seed(seed)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     aux_loss_fn = AuxLoss(agent, args).to(run.device)
@@ -508,8 +547,8 @@ def train(args: Args, run: Run) -> None:
     if args.compile:
         loss_fn.compile()
         aux_loss_fn.compile()
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting and
-    # bootstrapping use the bare agent. GPUs round sums by address, so there gradients stay where they were computed.
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
+    # and bootstrapping use the bare agent. GPUs round sums by address: no views of buckets there.
     # One wrapper for each loss, of exactly the parameters that it uses.
     options = {"gradient_as_bucket_view": run.device.type == "cpu"}
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
@@ -544,7 +583,8 @@ def train(args: Args, run: Run) -> None:
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
-        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]  # (num_epochs, num_minibatches, size)
+        # each (num_epochs, num_minibatches, size)
+        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]
         if args.norm_adv == "minibatch":
             advantages = standardized(advantages, world)  # collective, one for all epochs
         for epoch in range(args.update_epochs):
@@ -554,13 +594,13 @@ def train(args: Args, run: Run) -> None:
                 for batch, mb, adv in zip(batches, inds, advantages, strict=True):
                     minibatches.append(batch.take(mb[epoch, i])._replace(advantages=adv[epoch, i]))
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient of all shards
+                stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 run.means.add(stats)
                 kls.append([x["approx_kl"] for x in stats])
             if args.target_kl is not None:
-                of_shards = [torch.stack(x).double().mean(-1).cpu().numpy() for x in zip(*kls, strict=True)]
+                of_shards = [torch.stack(x).double().mean(-1).tolist() for x in zip(*kls, strict=True)]
                 if world.gather_shards(of_shards).mean() > args.target_kl:  # collective
                     break
         obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
@@ -579,7 +619,7 @@ def train(args: Args, run: Run) -> None:
                 for i in range(args.num_aux_minibatches):
                     minibatches = [x.take(mb[aux_epoch, i]) for x, mb in zip(phases, aux_inds, strict=True)]
                     aux_optimizer.zero_grad()
-                    stats = run.backward(ddp_aux_loss, minibatches)  # collective: the mean gradient of all shards
+                    stats = run.backward(ddp_aux_loss, minibatches)  # collective: the mean gradient
                     nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
                     aux_optimizer.step()
                     run.means.add(stats)
@@ -588,7 +628,8 @@ def train(args: Args, run: Run) -> None:
                     break
             run.means.seconds["time/aux"] = time.perf_counter() - update_end
 
-        run.means.seconds |= {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
+        run.means.seconds["time/rollout"] = update_start - rollout_start
+        run.means.seconds["time/update"] = update_end - update_start
         row = run.means.row()  # collective
         row["charts/learning_rate"] = fraction * args.learning_rate
         row["losses/epochs"] = epoch + 1

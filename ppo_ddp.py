@@ -2,25 +2,31 @@
 
     python ppo_ddp.py --env-id CartPole-v1
     torchrun --nproc_per_node=2 ppo_ddp.py --env-id CartPole-v1
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppo_ddp.py --num-envs 8
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ppo_ddp.py
 
 To use it in a project of your own, copy this file and `common/`.
-A shard is a group of environments whose numbers are computed in arrays of their own, because sums and products round
-differently in arrays of another shape. With `--shards N` there are N shards, however many processes run, so a process
-may hold several: `rollouts`, `batches`, `inds` and `minibatches` are lists with an entry for each. Without, it has one.
+
+A shard is a group of environments whose numbers are computed in arrays of their own, because sums and
+products round differently in arrays of another shape. With `--shards N` there are N shards, however
+many processes run: one may hold several, and `rollouts`, `batches`, `inds`, `minibatches` are lists
+with an entry for each. Without, it holds one.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
-1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise and fills the
-   same places of minibatches, whichever rank holds it.
+1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
+   and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout runs the policy alone, on vectors in numpy; values and old log-probabilities are computed after it.
-5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per iteration.
-6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign. Without it
-   (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k steps; with it, none did.
+4. The rollout runs the policy alone, on vectors in numpy; values and old log-probabilities are computed
+   after it.
+5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per
+   iteration.
+6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
+   Without it (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k
+   steps; with it, none did.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their bounds on the way to
-   the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint truncates all running episodes.
+8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
+   bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
+   truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -57,9 +63,9 @@ class Args(RunArgs):
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
-    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (at 64 x 64 nine times slower on a CPU)"""
+    """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
     compile: bool = False
-    """compile the loss (a CPU needs g++): a slower start, then updates of small networks up to 1.5 times as fast"""
+    """compile the loss (a CPU needs g++): a slower start, then small networks learn up to 1.5 times as fast"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -143,8 +149,8 @@ class Trunk(nn.Module):
 class Agent(nn.Module):
     """Policy and value over separate trunks for vectors, over one trunk for images.
 
-    The policy is a tensor `pi`: logits (B, n) of a `Discrete` space, or means and log standard deviations (B, 2 d) of a
-    `Box` of d numbers.
+    The policy is a tensor `pi`: logits (B, n) of a `Discrete` space, or means and log standard deviations
+    (B, 2 d) of a `Box` of d numbers.
     """
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.Space, network: str = "auto") -> None:
@@ -168,7 +174,7 @@ class Agent(nn.Module):
         return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
 
     def value(self, obs: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Values (B,): of `features` (B, num_features) where the trunk is shared (images), otherwise of `obs`."""
+        """Values (B,) of obs (B, *shape). Images share the trunk: `features` (B, num_features) are enough."""
         return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)
 
     def log_prob_entropy(self, pi: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,14 +220,14 @@ class Batch(NamedTuple):
 
 
 class PPOLoss(nn.Module):
-    """The clipped objectives of one minibatch (arXiv:1707.06347 eq. 7 and 9). DDP wraps this, not the agent."""
+    """The clipped objectives of a minibatch (arXiv:1707.06347 eq. 7 and 9). DDP wraps this, not the agent."""
 
     def __init__(self, agent: Agent, args: Args) -> None:
         super().__init__()
         self.agent, self.args = agent, args
 
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss, a mean over the minibatch, and, detached, what is logged: means, or numbers (B,)."""
+        """Returns the loss, a mean over the minibatch, and what is logged: means, or numbers (B,)."""
         args = self.args
         pi, features = self.agent(mb.obs)
         newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
@@ -255,7 +261,7 @@ class Rollout(NamedTuple):
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
-    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, if their deviation scales rewards
+    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, or the rewards themselves
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
     next_obs: np.ndarray  # (n, *shape)
@@ -263,7 +269,12 @@ class Rollout(NamedTuple):
 
 
 def learning_batch(
-    args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
+    args: Args,
+    run: Run,
+    agent: Agent,
+    rollout: Rollout,
+    obs_moments: RunningMoments,
+    return_moments: RunningMoments,
 ) -> Batch:
     """Values, log-probabilities, advantages and returns of a rollout."""
     rewards = return_moments.scaled(rollout.rewards).astype(default_float())
@@ -274,7 +285,7 @@ def learning_batch(
         actions = run.upload(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
         features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
         logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
-        # as many at once as in a minibatch, for memory: the value may have convolutions of its own, as PPG's has
+        # as many at once as in a minibatch, for memory: PPG's value has convolutions of its own
         chunks = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*chunk) for chunk in chunks])
         last_obs = np.stack([*rollout.next_obs, *rollout.final_obs])
@@ -291,7 +302,12 @@ def learning_batch(
 
 
 def collect(
-    args: Args, run: Run, agent: Agent, policy: Acting, generator: torch.Generator, obs_moments: RunningMoments
+    args: Args,
+    run: Run,
+    agent: Agent,
+    policy: Acting,
+    generator: torch.Generator,
+    obs_moments: RunningMoments,
 ) -> Iterator[list[Rollout]]:
     """Yield rollouts of `num_steps` steps for ever, one for each shard of this process.
 
@@ -304,7 +320,9 @@ def collect(
     draw = torch.rand if agent.discrete else torch.randn
     obs = envs.storage(*shape)
     actions = np.zeros((*shape, *action_shape), action_type)
-    features = torch.zeros((*shape, agent.trunk.num_features), device=run.device) if agent.trunk.image else None
+    features = None
+    if agent.trunk.image:
+        features = torch.zeros((*shape, agent.trunk.num_features), device=run.device)
     rewards = np.zeros(shape)
     terminations = np.zeros(shape, bool)
     truncations = np.zeros(shape, bool)
@@ -332,7 +350,9 @@ def collect(
 
         dones = terminations | truncations
         learned = np.sign(rewards) if envs.atari else rewards
-        reward_sums = discounted_returns(learned, dones, args.gamma, return_carry) if args.norm_reward else learned
+        reward_sums = learned
+        if args.norm_reward:
+            reward_sums = discounted_returns(learned, dones, args.gamma, return_carry)
         rollouts = []
         for shard in envs.shards:
             rollout = Rollout(
@@ -354,12 +374,18 @@ def collect(
 
 
 def compute_gae(
-    rewards: np.ndarray, values: np.ndarray, next_value: np.ndarray, dones: np.ndarray, gamma: float, gae_lambda: float
+    rewards: np.ndarray,  # (T, n), as values and dones
+    values: np.ndarray,
+    next_value: np.ndarray,
+    dones: np.ndarray,
+    gamma: float,
+    gae_lambda: float,
 ) -> np.ndarray:
-    """Generalised advantage estimates (arXiv:1506.02438 eq. 16): rewards, values, dones (T, n) -> advantages (T, n).
+    """Generalised advantage estimates (arXiv:1506.02438 eq. 16) of T steps of n environments -> (T, n).
 
-    `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode (CleanRL's
-    dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last observation's value.
+    `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode
+    (CleanRL's dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last
+    observation's value.
     """
     advantages = np.empty_like(values)
     lastgaelam = np.zeros_like(next_value)
@@ -375,8 +401,8 @@ def compute_gae(
 def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     """Random numbers (num_epochs, n, num_steps) -> shuffled indices (num_epochs, num_minibatches, size).
 
-    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the order of its
-    random numbers and cut, so that a minibatch holds as many steps of every environment.
+    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the
+    order of its random numbers and cut, so that a minibatch holds as many steps of every environment.
     """
     num_epochs, n, _ = draws.shape
     inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
@@ -384,23 +410,24 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
 
 
 COLUMNS = (
-    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl"),
-    *("losses/clipfrac", "losses/explained_variance", "losses/epochs"),
+    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl"),
+    *("losses/approx_kl", "losses/clipfrac", "losses/explained_variance", "losses/epochs"),
 )
 
 
 def main(args: Args) -> None:
-    """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
+    """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
     with open_environments(args, (gym.spaces.Discrete, gym.spaces.Box), args.life_loss) as envs:
         space = envs.single_observation_space
-        args.require(not args.norm_obs or len(space.shape) == 1, "norm_obs", "left off for image observations")
-        args.require(args.network == "auto" or len(space.shape) == 3, "network", "left off for vector observations")
+        image = len(space.shape) == 3
+        args.require(not args.norm_obs or not image, "norm_obs", "left off for image observations")
+        args.require(args.network == "auto" or image, "network", "left off for vector observations")
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run)
 
 
 def train(args: Args, run: Run) -> None:
-    """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
+    """The training loop. A function of its own: DDP modules must be freed before the process group closes."""
     world = run.world
     envs = run.envs
     batch_size = args.num_envs * args.num_steps
@@ -408,7 +435,8 @@ def train(args: Args, run: Run) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
+    seed = int(torch.randint(2**62, ()))  # not the stream of initial weights
+    generator = torch.Generator().manual_seed(seed)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
@@ -419,8 +447,8 @@ def train(args: Args, run: Run) -> None:
     loss_fn = PPOLoss(agent, args)
     if args.compile:
         loss_fn.compile()
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting and
-    # bootstrapping use the bare agent. GPUs round sums by address, so there gradients stay where they were computed.
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
+    # and bootstrapping use the bare agent. GPUs round sums by address: no views of buckets there.
     options = {"gradient_as_bucket_view": run.device.type == "cpu"}
     ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
     policy = run.policy(agent)
@@ -449,7 +477,8 @@ def train(args: Args, run: Run) -> None:
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
-        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]  # (num_epochs, num_minibatches, size)
+        # each (num_epochs, num_minibatches, size)
+        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]
         if args.norm_adv == "minibatch":
             advantages = standardized(advantages, world)  # collective, one for all epochs
         for epoch in range(args.update_epochs):
@@ -459,19 +488,20 @@ def train(args: Args, run: Run) -> None:
                 for batch, mb, adv in zip(batches, inds, advantages, strict=True):
                     minibatches.append(batch.take(mb[epoch, i])._replace(advantages=adv[epoch, i]))
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient of all shards
+                stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 run.means.add(stats)
                 kls.append([x["approx_kl"] for x in stats])
             if args.target_kl is not None:
-                of_shards = [torch.stack(x).double().mean(-1).cpu().numpy() for x in zip(*kls, strict=True)]
+                of_shards = [torch.stack(x).double().mean(-1).tolist() for x in zip(*kls, strict=True)]
                 if world.gather_shards(of_shards).mean() > args.target_kl:  # collective
                     break
         obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
         update_end = time.perf_counter()
 
-        run.means.seconds |= {"time/rollout": update_start - rollout_start, "time/update": update_end - update_start}
+        run.means.seconds["time/rollout"] = update_start - rollout_start
+        run.means.seconds["time/update"] = update_end - update_start
         row = run.means.row()  # collective
         row["charts/learning_rate"] = fraction * args.learning_rate
         row["losses/epochs"] = epoch + 1

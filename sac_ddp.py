@@ -1,27 +1,34 @@
-"""Soft Actor-Critic (arXiv:1812.05905) with one replay buffer over all ranks; the same at any number of DDP processes.
+"""Soft Actor-Critic (arXiv:1812.05905), the same experiment on any number of processes (DDP).
 
     python sac_ddp.py --env-id Pendulum-v1 --total-timesteps 20000
     torchrun --nproc_per_node=2 sac_ddp.py --env-id HalfCheetah-v5
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 sac_ddp.py --num-envs 8
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 sac_ddp.py
 
 To use it in a project of your own, copy this file and `common/`.
-A shard is a group of environments whose numbers are computed in arrays of their own, because sums and products round
-differently in arrays of another shape. With `--shards N` there are N shards, however many processes run, so a process
-may hold several: `batches`, `noise` and `stats` are lists with an entry for each. Without, it has one.
 
-Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay arXiv:1511.05952):
-1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any `--num-envs`.
-2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from each of
-   `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and losses are scaled to give
-   the mean over the batch. Transition i of the batch gets the same noise, whichever rank serves it.
-3. Truncation bootstraps from the value of the last observation, termination does not (no difference: CleanRL too).
-4. Actor and temperature learn from the same sample (as in Stable-Baselines3), here in one backward pass.
+A shard is a group of environments whose numbers are computed in arrays of their own, because sums and
+products round differently in arrays of another shape. With `--shards N` there are N shards, however
+many processes run: one may hold several, and `batches`, `noise`, `stats` are lists with an entry for
+each. Without, it holds one.
+
+Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay
+arXiv:1511.05952):
+1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any
+   `--num-envs`.
+2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from
+   each of `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and
+   losses are scaled to give the mean over the batch. Transition i of the batch gets the same noise,
+   whichever rank serves it.
+3. Truncation bootstraps from the value of the last observation, termination does not (no difference:
+   CleanRL too).
+4. Actor and temperature learn from the same sample (as in Stable-Baselines3), here in one backward
+   pass.
 5. The log-determinant of tanh is computed in its stable form, without an epsilon.
 6. Logged losses are means over all gradient steps since the last row.
 7. `--alpha` is 1.0 by default with `--no-autotune` too, where CleanRL takes 0.2.
 8. By default 4 environments, where CleanRL takes 1, so that 4 gradient steps follow each vector step.
-9. In `common/`: importance weights are divided by the largest in the whole buffer; new transitions get the largest
-   priority that any rank has set; a checkpoint truncates all running episodes.
+9. In `common/`: importance weights are divided by the largest in the whole buffer; new transitions get
+   the largest priority that any rank has set; a checkpoint truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -103,7 +110,9 @@ class Args(RunArgs):
         start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
         first = next_multiple(next_multiple(start + 1, period), self.num_envs)
-        needed = f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
+        needed = (
+            f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
+        )
         self.require_budget(first, needed)
 
 
@@ -119,17 +128,22 @@ def mlp(num_inputs: int, num_outputs: int) -> nn.Sequential:
 
 
 class Actor(nn.Module):
-    """Observations (B, size) -> a normal distribution, squashed by tanh and scaled to the action space's bounds.
+    """Observations (B, size) -> a normal distribution, squashed by tanh and scaled to the actions' bounds.
 
     An action is `bias + scale * tanh(u)`, with u normal; `scale` and `bias` are (d,).
     """
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box, device: torch.device) -> None:
         super().__init__()
-        low, high = action_space.low.astype(np.float64).ravel(), action_space.high.astype(np.float64).ravel()
-        self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(device)  # means and squashed log standard deviations
+        low = action_space.low.astype(np.float64).ravel()
+        high = action_space.high.astype(np.float64).ravel()
+        self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(
+            device
+        )  # means and squashed log standard deviations
         options = {"dtype": torch.get_default_dtype(), "device": device}
-        self.scale = torch.tensor((high - low) / 2, **options)  # not buffers: those DDP would broadcast at each step
+        self.scale = torch.tensor(
+            (high - low) / 2, **options
+        )  # not buffers: those DDP would broadcast at each step
         self.bias = torch.tensor((high + low) / 2, **options)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,18 +193,19 @@ class CriticLoss(nn.Module):
             actor, log_alpha = self.next_policy
             next_actions, next_logprob = actor(batch.next_obs, next_noise)
             min_qf_next = torch.minimum(*self.critics_target(batch.next_obs, next_actions))
-            td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, next_logprob, log_alpha.exp())
+            entropy = (next_logprob, log_alpha.exp())
+            td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, *entropy)
         qf = self.critics(batch.obs, batch.actions)  # (2, b)
         delta = qf - td_target
         qf1_loss, qf2_loss = qf_losses = (batch.weights * delta**2).sum(1) * self.scale
         qf1_values, qf2_values = qf.sum(1) * self.scale
-        stats = {"qf1_loss": qf1_loss, "qf2_loss": qf2_loss, "qf1_values": qf1_values, "qf2_values": qf2_values}
-        stats["td_errors"] = delta.abs().mean(0)
+        stats = {"qf1_loss": qf1_loss, "qf2_loss": qf2_loss, "td_errors": delta.abs().mean(0)}
+        stats |= {"qf1_values": qf1_values, "qf2_values": qf2_values}
         return qf_losses.sum(), {name: x.detach() for name, x in stats.items()}
 
 
 class ActorLoss(nn.Module):
-    """The losses of actor and temperature on one shard's part of a batch. DDP wraps this, not the networks."""
+    """The losses of actor and temperature on a shard's part of a batch. DDP wraps this, not the networks."""
 
     def __init__(self, actor: Actor, log_alpha: nn.Parameter, critics: Critics, scale: float) -> None:
         super().__init__()
@@ -268,12 +283,15 @@ COLUMNS = (
 
 
 def main(args: Args) -> None:
-    """Train. Opens and closes all it needs; raises `BadInput`, before it learns, for settings that cannot work."""
+    """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
     with open_environments(args, (gym.spaces.Box,)) as envs:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
-        args.require(len(obs_space.shape) == 1, "env_id", "an environment with vector observations, not images")
+        vector = len(obs_space.shape) == 1
+        args.require(vector, "env_id", "an environment with vector observations, not images")
         low, high = action_space.low, action_space.high
-        bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
+        bounded = (
+            (low < high) & (low >= -1e6) & (high <= 1e6)
+        ).all()  # beyond, float32 overflows in the losses
         needed = f"an environment whose actions have distinct bounds, within -1e6 and 1e6, not {action_space}"
         advice = " (gymnasium.wrappers.TransformAction gives such)"
         args.require(bounded, "env_id", f"{' '.join(needed.split())}{advice}")
@@ -286,14 +304,15 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
-    """The training loop. A function of its own, so that its DDP modules are freed before the process group closes."""
+    """The training loop. A function of its own: DDP modules must be freed before the process group closes."""
     world = run.world
     spaces = (run.envs.single_observation_space, run.envs.single_action_space)
     budget = args.total_timesteps // args.num_envs * args.num_envs
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))  # not the stream of initial weights
+    seed = int(torch.randint(2**62, ()))  # not the stream of initial weights
+    generator = torch.Generator().manual_seed(seed)
     actor = Actor(*spaces, run.device)
     critics = Critics(*spaces).to(run.device)
     critics_target = deepcopy(critics).requires_grad_(False)
@@ -302,7 +321,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     target_parameters = list(critics_target.parameters())
     for frozen, parameter in zip(critics_frozen.parameters(), parameters, strict=True):
         frozen.data = parameter.data  # the same memory, without a gradient: what the actor learns from
-    log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha), device=run.device), requires_grad=args.autotune)
+    log_alpha = torch.tensor(math.log(args.alpha), device=run.device)
+    log_alpha = nn.Parameter(log_alpha, requires_grad=args.autotune)
     q_optimizer = torch.optim.Adam(parameters, lr=args.q_lr, fused=True)
     groups = [{"params": actor.parameters(), "lr": args.policy_lr}]
     if args.autotune:
@@ -313,15 +333,15 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     scale = world.num_shards / args.batch_size
     critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
     actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses; acting uses
-    # the bare actor. GPUs round sums by address, so there gradients stay where they were computed.
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses; acting
+    # uses the bare actor. GPUs round sums by address: no views of buckets there.
     options = {"gradient_as_bucket_view": run.device.type == "cpu"}
     ddp_critic_loss = DDP(critic_loss_fn, **options) if world.uses_ddp else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **options) if world.uses_ddp else actor_loss_fn  # collective
     policy = run.policy(actor)
 
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
-        """Normal noise for the whole batch, drawn on every process; each takes that of its places in the batch."""
+        """Normal noise for the whole batch, drawn on every process; each takes that of its places."""
         noise = torch.randn(args.batch_size, len(actor.scale), generator=generator)
         return run.upload([noise[batch.places] for batch in batches])
 
@@ -336,15 +356,16 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         next(experience)
         update_start = time.perf_counter()
 
-        # the updates that fell due in this vector step; `run.global_step` is still that of the step before
-        updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
+        # the updates that fell due in this vector step; `run.global_step` is that of the step before
+        done = run.global_step // args.train_frequency
+        updates = range(done + 1, global_step // args.train_frequency + 1)
         if updates and global_step > max(args.learning_starts, args.num_envs):  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective
                 next_noise = draw_noise(batches)
                 q_optimizer.zero_grad()
-                stats = run.backward(ddp_critic_loss, batches, next_noise)  # collective: the mean of all shards
+                stats = run.backward(ddp_critic_loss, batches, next_noise)  # collective: the mean gradient
                 q_optimizer.step()
                 for batch, batch_stats in zip(batches, stats, strict=True):
                     rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
@@ -354,10 +375,11 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
                     for _ in range(args.policy_frequency):  # makes up for the delay
                         noise = draw_noise(batches)
                         actor_optimizer.zero_grad()
-                        stats = run.backward(ddp_actor_loss, obs, noise)  # collective: the mean of all shards
+                        stats = run.backward(ddp_actor_loss, obs, noise)  # collective: the mean gradient
                         actor_optimizer.step()
                         run.means.add(stats)
-                if crossed(args.target_network_frequency, (k - 1) * args.train_frequency, k * args.train_frequency):
+                trained = k * args.train_frequency
+                if crossed(args.target_network_frequency, trained - args.train_frequency, trained):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
         run.means.seconds["time/rollout"] += update_start - rollout_start

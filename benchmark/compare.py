@@ -26,9 +26,13 @@ import tyro
 
 from benchmark.run import or_say_why
 from common.errors import BadInput
-from common.run.arguments import FREE
+from common.run.arguments import MAY_CHANGE_ON_RESUME
 
-UNLIKE = {"command", "seconds", *(f"args.{name}" for name in FREE)}  # in records: what no number depends on
+UNLIKE = {
+    "command",
+    "seconds",
+    *(f"args.{name}" for name in MAY_CHANGE_ON_RESUME),
+}  # in records: what no number depends on
 AGREE = 1e-3  # relative
 
 

@@ -6,5 +6,5 @@ import ppo_ddp
 from common.run.launch import launch
 
 Loss = ppo_ddp.PPOLoss
-ppo_ddp.PPOLoss = lambda *args: DDP(Loss(*args), gradient_as_bucket_view=True, static_graph=True)
+ppo_ddp.PPOLoss = lambda *args: DDP(Loss(*args), gradient_as_bucket_view=True)
 launch(ppo_ddp.main, ppo_ddp.Args)

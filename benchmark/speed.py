@@ -176,7 +176,7 @@ def theirs(script: str, flags: str) -> Measure:
     return Measure(float(output.split("sps ")[-1].split()[0]), memory, wall)
 
 
-def on_gpu(script: str, flags: str, ways: tuple[str, ...] = ("", "--cuda-graphs")) -> dict[str, Callable[[], Measure]]:
+def on_gpu(script: str, flags: str, ways: tuple[str, ...] = ("",)) -> dict[str, Callable[[], Measure]]:
     """A script of ours, with each of some further flags."""
     threads = {way: 1 if way == "--no-cuda" else CORES for way in ways}
     return {f"ours {way}".strip(): partial(ours, script, f"{flags} {way}", 1, threads[way], True) for way in ways}
@@ -185,13 +185,13 @@ def on_gpu(script: str, flags: str, ways: tuple[str, ...] = ("", "--cuda-graphs"
 def atari(num_envs: int, iterations: int) -> dict[str, Callable[[], Measure]]:
     """PPO on Breakout through EnvPool, ours through ALE too; CleanRL takes a sixth of the iterations."""
     flags, size = f"--num-envs {num_envs} --total-timesteps", num_envs * 128
-    fast, both = f"{flags} {iterations * size}", ("--cuda-graphs", "--cuda-graphs --compile")
+    fast = f"{flags} {iterations * size}"
     game = "--clip-coef 0.1 --no-norm-reward --env-id"
-    through_ale = on_gpu("ppo_ddp.py", f"{fast} {game} ALE/Breakout-v5", ("", *both))
+    through_ale = on_gpu("ppo_ddp.py", f"{fast} {game} ALE/Breakout-v5", ("", "--compile"))
     return {
         "CleanRL": partial(theirs, "LeanRL/leanrl/ppo_atari_envpool.py", f"{flags} {iterations // 6 * size}"),
         "LeanRL": partial(theirs, "LeanRL/leanrl/ppo_atari_envpool_torchcompile.py", f"{fast} {FAST}"),
-        **on_gpu("ppo_ddp.py", f"{fast} {game} envpool/Breakout-v5", ("", *both)),
+        **on_gpu("ppo_ddp.py", f"{fast} {game} envpool/Breakout-v5", ("", "--compile")),
         **{f"{name}, ALE": work for name, work in through_ale.items()},
     }
 
@@ -244,7 +244,7 @@ WORKS = {
     13: atari(64, 120),
     14: {
         "CleanRL": partial(theirs, "cleanrl/cleanrl/ppo.py", "--total-timesteps 60000"),
-        **on_gpu("ppo_ddp.py", CARTPOLE, ("", "--cuda-graphs", "--cuda-graphs --compile", "--no-cuda")),
+        **on_gpu("ppo_ddp.py", CARTPOLE, ("", "--compile", "--no-cuda")),
     },
     15: {
         "CleanRL": partial(
@@ -255,9 +255,7 @@ WORKS = {
     16: {
         "CleanRL": partial(theirs, "LeanRL/leanrl/dqn.py", f"{DQN} 40000"),
         "LeanRL": partial(theirs, "LeanRL/leanrl/dqn_torchcompile.py", f"{DQN} 80000 {FAST}"),
-        **on_gpu(
-            "dqn_ddp.py", f"{DQN} 80000 --train-frequency 10 --log-every 1000", ("", "--cuda-graphs", "--no-cuda")
-        ),
+        **on_gpu("dqn_ddp.py", f"{DQN} 80000 --train-frequency 10 --log-every 1000", ("", "--no-cuda")),
     },
     17: {
         "CleanRL": partial(theirs, "LeanRL/leanrl/sac_continuous_action.py", f"{CHEETAH} 5000"),
@@ -280,7 +278,7 @@ RATIOS = {
         [(f"{n} envs, EnvPool t{t}", f"{n} envs, gymnasium t{t}", "no goal") for n in (8, 64) for t in (1, 2)],
     ),
     6: [("ours t1", "peer t1", "at least 1.1, better 1.6"), ("ours t2", "peer t2", "at least 1.15, better 1.6")],
-    **{row: [("ours --cuda-graphs", name, goal) for name, goal in GOALS.items() if name in WORKS[row]] for row in GPU},
+    **{row: [("ours", name, goal) for name, goal in GOALS.items() if name in WORKS[row]] for row in GPU},
 }
 NAMES = {
     1: "PPO CartPole",
@@ -316,7 +314,6 @@ def replay_latency(repetitions: int, side: int = 1000) -> None:
 
     from common.distributed import World
     from common.replay import ReplayBuffer
-    from common.tensors import upload
 
     torch.set_num_threads(1)
     world, space, generator = World(cuda=False), Box(-1, 1, (4,), np.float32), torch.Generator()
@@ -330,7 +327,7 @@ def replay_latency(repetitions: int, side: int = 1000) -> None:
         times: dict[str, list[float]] = {"sample": [], "update": []}
         for _ in range(1000 * repetitions):
             start = time.perf_counter()
-            (data,) = upload(rb.sample(128, generator), world.device)
+            (data,) = rb.sample(128, generator)
             middle = time.perf_counter()
             rb.update_priorities(data.indices, data.rewards)
             times["sample"].append(middle - start)

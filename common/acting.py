@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
 
 from common.distributed import World
 from common.tensors import to_tensor, upload
 
 PERIOD = 64  # calls between two comparisons with the module, the same ones on every process
+optimizer_steps = Counter()  # of all optimisers: fused ones leave the versions of tensors as they were
+register_optimizer_step_post_hook(lambda *_: optimizer_steps.update(["steps"]))
 
 
 class Acting:
@@ -186,7 +191,7 @@ class Derived:
         self.tensors = tracer.tensors
         self.versions: list[int] = []
         arrays = {name: x.cpu().numpy() for name, x in self.tensors.items()}  # on a CPU, the same memory
-        self.copies = arrays if device.type == "cuda" else {}
+        self.copies = arrays if device.type != "cpu" else {}
         translate(graph, num_inputs)
         self.function = fx.GraphModule(arrays, graph).forward
 
@@ -196,7 +201,7 @@ class Derived:
     def update(self) -> None:
         """Copy parameters that an optimiser has changed on a GPU."""
         if self.copies:
-            versions = [x._version for x in self.tensors.values()]
+            versions = [optimizer_steps["steps"], *(x._version for x in self.tensors.values())]
             if versions != self.versions:
                 self.versions = versions
                 for name, copy in self.copies.items():
@@ -218,11 +223,13 @@ def translate(graph: fx.Graph, num_inputs: int) -> None:
         if not node.op.startswith("call"):
             continue
         name = getattr(node.target, "__name__", node.target)
+        if getattr(node.target, "__module__", None) in ("_operator", "builtins"):
+            continue  # these take arrays too; and of Python's numbers they make Python's, not numpy's float64
         if name in NUMPY:
             node.target = NUMPY[name]
         elif node.op == "call_method":
             node.target = on_arrays(name, getattr(torch.Tensor, name))
-        elif node.target.__module__ not in ("_operator", "builtins"):  # whose functions take arrays too
+        else:
             node.target = on_arrays(name, node.target)
         node.op = "call_function"
 
@@ -230,14 +237,12 @@ def translate(graph: fx.Graph, num_inputs: int) -> None:
 def on_arrays(name: str, function: Callable) -> Callable:
     """Returns a function of torch that takes and gives arrays."""
 
-    def tensor(x: Any) -> Any:
-        if isinstance(x, np.ndarray):
-            return torch.from_numpy(x if x.flags.writeable else x.copy())
-        return x
+    def tensor(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x if x.flags.writeable else x.copy())
 
     def apply(*args: Any, **options: Any) -> Any:
-        output = function(*map(tensor, args), **{name: tensor(x) for name, x in options.items()})
-        return output.numpy() if isinstance(output, torch.Tensor) else [x.numpy() for x in output]
+        args, options = tree_map_only(np.ndarray, tensor, (args, options))
+        return tree_map_only(torch.Tensor, torch.Tensor.numpy, function(*args, **options))
 
     apply.__name__ = f"torch_{name}"
     return apply
@@ -253,6 +258,10 @@ def relu(x: np.ndarray, inplace: bool = False) -> np.ndarray:
 
 def clamp(x: np.ndarray, min: Any = None, max: Any = None) -> np.ndarray:
     return np.clip(x, min, max)
+
+
+def cat(arrays: list[np.ndarray], dim: int = 0) -> np.ndarray:
+    return np.concatenate(arrays, dim)
 
 
 def chunk(x: np.ndarray, chunks: int, dim: int = 0) -> list[np.ndarray]:
@@ -277,5 +286,5 @@ def numpy_type(dtype: torch.dtype) -> np.dtype:
 
 # by torch's names; what is not here is done by torch. `tensor * symbol` is recorded as Tensor.mul
 NUMPY = {"linear": linear, "relu": relu, "clamp": clamp, "chunk": chunk, "expand_as": expand_as, "to": to}
-NUMPY |= {"cat": np.concatenate, "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+NUMPY |= {"cat": cat, "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 NUMPY |= {"truediv": np.divide, "neg": np.negative, "pow": np.power, "tanh": np.tanh, "exp": np.exp}

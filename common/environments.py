@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from common.distributed import World
 from common.encoders import is_large
 from common.errors import BadInput, Fault, one_line, require_divisible
 from common.machine import flush_denormals, keep_freed_memory, set_threads
-from common.simulators import GYMNASIUMS, MAKE_ANEW, RESERVED, atari_hint, make_vec, seed_libraries
+from common.simulators import MAKE_ANEW, RESERVED_OPTIONS, make_vec, seed_libraries
 
-TRAINING, EVALUATION, RESTART = 0, 1, 2  # seed domains
+TRAINING, EVALUATION, RESTART = range(3)  # seed domains
 
 
 def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: int) -> np.ndarray:
@@ -32,7 +31,7 @@ def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: 
 
 
 class Episode(NamedTuple):
-    """A played episode: the environment's seed, its actions as the environment took them, and its return."""
+    """An evaluation's episode: the environment's seed, the actions as the environment took them, and the return."""
 
     seed: int
     actions: list[Any]
@@ -42,14 +41,16 @@ class Episode(NamedTuple):
 class EpisodeStatistics:
     """Return (rewards as the environment gives them) and length of every whole episode of the local environments.
 
-    A lost life does not end an Atari game: there EnvPool says where it ended, and of ALE the frame counter, which
-    falls at real resets. `family`: the simulator's, "ALE" or "envpool"; of others no infos are read, whatever their
-    names.
+    A lost life does not end an Atari game: EnvPool says where it ended, and ALE's frame counter falls at real resets.
+    `family`: the simulator's, "ALE" or "envpool"; of others no infos are read, whatever their names.
     """
 
     def __init__(self, shards: list[slice], family: str) -> None:
-        self.shards, self.family, num_envs = shards, family, shards[-1].stop
-        self.returns, self.lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+        self.shards = shards
+        self.family = family
+        num_envs = shards[-1].stop
+        self.returns = np.zeros(num_envs)
+        self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.frames = np.zeros(num_envs, dtype=np.int64)
         self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment), in order of their end
 
@@ -63,48 +64,61 @@ class EpisodeStatistics:
         elif self.family == "ALE":
             dones = truncations | (terminations & (infos["episode_frame_number"] < self.frames))
             self.frames[:] = infos["episode_frame_number"]
-        if dones.any():
-            for i in np.flatnonzero(dones):
-                self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
-            self.returns[dones], self.lengths[dones] = 0.0, 0
+        for i in np.flatnonzero(dones):
+            self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
+            self.returns[i] = 0.0
+            self.lengths[i] = 0
         return dones
 
     def pop(self) -> list[dict[str, float]]:
         """For each shard, sums over its episodes that ended since the last call: their returns, lengths and number."""
-        finished, self.finished = self.finished, []
-        parts = [[f for f in finished if rows.start <= f[2] < rows.stop] for rows in self.shards]
-        return [{"return": sum(f[0] for f in p), "length": sum(f[1] for f in p), "episodes": len(p)} for p in parts]
+        sums = [{"return": 0.0, "length": 0, "episodes": 0} for _ in self.shards]
+        for episode_return, length, i in self.finished:
+            shard = next(k for k, envs in enumerate(self.shards) if i < envs.stop)
+            sums[shard]["return"] += episode_return
+            sums[shard]["length"] += length
+            sums[shard]["episodes"] += 1
+        self.finished = []
+        return sums
 
 
 class Environments(VectorWrapper):
     """Environments known by their global indices, with a seed each; what they give is checked before it is used.
 
-    Images are (channels, height, width). If the simulator gives them as (height, width, channels), `channels_last`,
-    they are views of that. `atari`: they are Atari games in C++, with `stack` frames in an observation, oldest first;
-    after a reset these are copies of the first (`repeats_first`), or zeros. `shards`: the environments of each shard.
-    `episodes`: those since the start. `world` and `evaluation` (None if this rank plays no part of it) are set by
-    `open_environments`. `first`: episode 0 of the last evaluation, if it was played here.
+    Images are (channels, height, width): views, if the simulator gives (height, width, channels), `channels_last`.
+    `atari`: Atari games in C++, with `stack` frames in an observation, oldest first; after a reset these are copies
+    of the first (`repeats_first`), or zeros.
+    `shards`: the environments of each shard. `episodes`: statistics since the start.
+    `open_environments` sets `world` and `evaluation` (None if this rank plays no part of it).
+    `first_episode`: of the last evaluation, on the rank that played it.
     """
 
     world: World | None = None
     evaluation: Environments | None = None
-    first: Episode | None = None
+    first_episode: Episode | None = None
 
     def __init__(
         self, envs: VectorEnv, family: str, seed: int, domain: int, indices: Sequence[int], channels_last: bool
     ) -> None:
         super().__init__(envs)
-        self.family, self.domain, self.checkpoint = family, domain, 0
-        self.seed, self.indices, self.seeds = seed, indices, environment_seeds(seed, domain, indices)
-        self.name = "environment" if domain == TRAINING else "evaluation episode"
-        self.steps, self.shards, self.channels_last = 0, [slice(0, len(indices))], channels_last
-        space, self.ale = envs.single_observation_space, family == "ALE"
-        self.atari, self.repeats_first = is_atari(family, envs), family == "envpool"
-        self.stack = space.shape[0] if self.ale else getattr(envs, "stack", 1)
+        space = envs.single_observation_space
+        self.family = family
+        self.seed = seed
+        self.domain = domain
+        self.indices = indices
+        self.seeds = environment_seeds(seed, domain, indices)
+        self.checkpoint = 0
+        self.steps = 0
+        self.shards = [slice(0, len(indices))]
+        self.atari = is_atari(family, envs)
+        self.stack = space.shape[0] if family == "ALE" else getattr(envs, "stack", 1)
+        self.repeats_first = family == "envpool"
         self.float_obs = np.issubdtype(space.dtype, np.floating)
         self.first_action = getattr(envs.single_action_space, "start", None)  # of a Discrete space; None of a Box
+        self.channels_last = channels_last
         if channels_last:
-            low, high = self._channels_first(space.low), self._channels_first(space.high)
+            low = self._channels_first(space.low)
+            high = self._channels_first(space.high)
             self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
 
     def storage(self, *shape: int) -> np.ndarray:
@@ -119,46 +133,48 @@ class Environments(VectorWrapper):
         some keep more over a reset than it shows (BipedalWalker its Box2D world), and training has other seeds.
         """
         seeds = self.seeds
-        anew = checkpoint != self.checkpoint and self.family not in RESERVED
-        self.checkpoint = checkpoint
         if checkpoint and self.domain == TRAINING:
             seeds = environment_seeds(self.seed, RESTART, self.indices, checkpoint)
             seed_libraries(int(seeds[0]))
-        self.steps, self.episodes = 0, EpisodeStatistics(self.shards, self.family)
-        seeds = seeds if self.ale else seeds.tolist()  # ALE's take only an array
-        obs, _ = self._ask(self.env.reset, seed=seeds, options=MAKE_ANEW if anew else None)
+        anew = checkpoint != self.checkpoint and self.family not in RESERVED_OPTIONS
+        self.checkpoint = checkpoint
+        self.steps = 0
+        self.episodes = EpisodeStatistics(self.shards, self.family)
+        seeds = seeds if self.family == "ALE" else seeds.tolist()  # ALE's take only an array
+        obs, _ = self.env.reset(seed=seeds, options=MAKE_ANEW if anew else None)
         if self.float_obs:
             self._require_finite("an observation", obs)
         return self._channels_first(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step of actions `in_space`; `episode_ended` in the infos (n,): where a whole episode ended.
+        """A vector step, of actions as networks give them (`clip_to_action_space`).
 
-        An episode that ends by itself in the step of its limit is terminated and not truncated.
-        Raises `Fault`, naming environment and step, for what is not finite.
+        `episode_ended` in the infos (n,): where a whole episode ended. An episode that ends by itself in the step
+        of its limit is terminated and not truncated. Raises `Fault`, naming environment and step, for what is not
+        finite.
         """
         self.steps += 1
-        actions = self.in_space(actions)
+        actions = self.clip_to_action_space(actions)
         if self.first_action is None:
             advice = "; the networks have diverged: try a lower learning rate"
             self._require_finite("the action for it", actions, advice)
-        obs, rewards, terminations, truncations, infos = self._ask(self.env.step, actions)
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self._require_finite("a reward", rewards)
         if self.float_obs:
             self._require_finite("an observation", obs)
-        dones, ended_early = terminations | truncations, truncations
-        if dones.any():
+        infos["episode_ended"] = self.episodes.step(rewards, terminations, truncations, infos)
+        dones = np.flatnonzero(terminations | truncations)
+        if len(dones):
             truncations = truncations & ~terminations
             if self.channels_last:
-                infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in np.flatnonzero(dones)}
+                infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in dones}
             for i in np.flatnonzero(truncations) if self.float_obs else ():
-                self._require_finite("its last observation", infos["final_obs"][i][None], at=i)
+                self._require_finite("its last observation", infos["final_obs"][i][None], first=i)
         if self.world is not None:
             self.world.watchdog.feed()
-        infos["episode_ended"] = self.episodes.step(rewards, terminations, ended_early, infos)
         return self._channels_first(obs), rewards, terminations, truncations, infos
 
-    def in_space(self, actions: np.ndarray) -> np.ndarray:
+    def clip_to_action_space(self, actions: np.ndarray) -> np.ndarray:
         """Actions (n,) from 0, or (n, d) -> of the space's type: counted from its start, or clipped to its bounds."""
         space = self.single_action_space
         if self.first_action is not None:
@@ -178,25 +194,16 @@ class Environments(VectorWrapper):
     def _channels_first(self, obs: np.ndarray) -> np.ndarray:
         return np.moveaxis(obs, -1, -3) if self.channels_last else obs
 
-    def _ask(self, ask: Callable[..., tuple], *inputs: Any, **options: Any) -> tuple:
-        """What the simulators answer. Raises `Fault` if the process of one is gone, or if one wants to end the run."""
-        try:
-            return ask(*inputs, **options)
-        except (EOFError, ConnectionError) as error:
-            if not isinstance(self.env, AsyncVectorEnv):
-                raise
-            raise Fault("--vectorization async: the process of an environment ended; was it killed?") from error
-        except SystemExit as error:  # a window that was closed, say: the run is not done
-            which = f"{self.name}s {self.indices[0]} to {self.indices[-1]}"
-            raise Fault(f"{which}: one called sys.exit({error.code}).") from error
-
-    def _require_finite(self, what: str, values: np.ndarray, advice: str = "", at: int = 0) -> None:
-        if math.isfinite(np.vdot(values, values)):  # the cheapest sum; it may overflow, so the value is looked for anew
+    def _require_finite(self, what: str, values: np.ndarray, advice: str = "", first: int = 0) -> None:
+        """Raise `Fault` for the first of `values`, of the local environments from `first` on, that is not finite."""
+        if math.isfinite(np.vdot(values, values)):  # the cheapest sum; it may overflow, so each value is looked at
             return
-        for i in np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1)):
-            value = values[i][~np.isfinite(values[i])].flat[0] if values[i].shape else values[i]
-            where = f"{self.name} {self.indices[at + i]}, its step {self.steps}"
-            raise Fault(f"{where}: {what} is not finite ({value}){advice}.")
+        for i, value in enumerate(values):
+            if not np.isfinite(value).all():
+                wrong = value[~np.isfinite(value)].flat[0]
+                name = "environment" if self.domain == TRAINING else "evaluation episode"
+                where = f"{name} {self.indices[first + i]}, its step {self.steps}"
+                raise Fault(f"{where}: {what} is not finite ({wrong}){advice}.")
 
 
 @contextmanager
@@ -212,29 +219,29 @@ def open_environments(
     world = World(args.cuda, args.shards)
     divisor_name = "--shards" if world.sharded else "the number of processes"
     require_divisible("--num-envs", args.num_envs, world.num_shards, divisor_name)
-    size, num_episodes = args.num_envs // world.num_shards, args.eval_episodes if args.eval_every else 0
+    size = args.num_envs // world.num_shards
+    num_episodes = args.eval_episodes if args.eval_every else 0
     training = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards]
-    options = action_spaces, args.vectorization, args.num_threads or world.cores
+    num_threads = args.num_threads or world.cores
 
     with ExitStack() as stack:
         flush_denormals(True)  # first, so that simulators take them alike, also those in processes of their own
         stack.callback(flush_denormals, False)
 
-        def opened(domain: int, parts: list[range], life_loss: bool) -> Environments:
-            ends = np.cumsum([len(part) for part in parts])
-            if ends[-1] > 1000 and world.rank == 0:
-                print(f"making {ends[-1]:,} environments of {args.env_id}", flush=True)  # may take minutes
-            indices = np.concatenate(parts)
-            envs = make_envs(args.env_id, args.seed, domain, indices, *options, life_loss, args.env_kwargs)
+        def open_domain(domain: int, indices: list[range], life_loss: bool) -> Environments:
+            options = (args.vectorization, num_threads, life_loss, args.env_kwargs)
+            envs = make_envs(args.env_id, args.seed, domain, np.concatenate(indices), action_spaces, *options)
             stack.callback(envs.close)
-            envs.shards = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+            ends = np.cumsum([len(part) for part in indices])
+            envs.shards = [slice(end - len(part), end) for part, end in zip(indices, ends, strict=True)]
             envs.world = world
             return envs
 
-        envs = opened(TRAINING, training, life_loss)
-        if played := [part for part in episodes if part]:
-            envs.evaluation = opened(EVALUATION, played, False)
+        envs = open_domain(TRAINING, training, life_loss)
+        episodes = [part for part in episodes if part]
+        if episodes:
+            envs.evaluation = open_domain(EVALUATION, episodes, False)
         set_threads(args.num_threads, is_large(envs.single_observation_space), world)
         keep_freed_memory()
         yield envs
@@ -258,61 +265,61 @@ def make_envs(
     --env-id for an unknown id, a missing extra, or a space that no script can use, and --env-kwargs for what the
     simulator refuses.
     """
-    options, (first_seed,) = json.loads(env_kwargs), environment_seeds(seed, domain, indices[:1]).tolist()
-    named = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
+    options = json.loads(env_kwargs)
+    flags = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
     family = env_id.partition("/")[0]
-    if taken := sorted(options.keys() & RESERVED.get(family, GYMNASIUMS)):
-        raise BadInput(f"--env-kwargs {env_kwargs}: {taken[0]} is not to be set here; leave it out.")
+    first_seed = int(environment_seeds(seed, domain, indices[:1])[0])
+    for name in options:
+        if name in RESERVED_OPTIONS.get(family, ()):
+            raise BadInput(f"--env-kwargs {env_kwargs}: {name} is not to be set here; leave it out.")
     try:
         envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, life_loss)
-    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
-        for worker in multiprocessing.active_children():  # of a vector that could not be made whole
-            worker.kill()
-            worker.join()
+    except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
         reason = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:  # gymnasium leaves a user's own module unnamed
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
-        raise BadInput(f"{named}: {reason}{atari_hint(env_id)}") from error
-    except (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
+        raise BadInput(f"{flags}: {reason}") from error
+    except Exception as error:
         if not options:
             raise
         raise BadInput(f"--env-kwargs {env_kwargs}: {type(error).__name__}: {one_line(error)}") from error
     assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    observation, action = f"observation space {obs_space}", f"action space {action_space}"
-    fault, shape = None, obs_space.shape or ()
-    axis = channels_axis(family, envs) if len(shape) == 3 else None
-    if not isinstance(obs_space, gym.spaces.Box) or len(shape) not in (1, 3):
-        fault = f"{observation} is not a vector (1-D Box) or an image (3-D Box)"
-        if family not in RESERVED:  # which cannot be wrapped
-            fault += "; gymnasium.wrappers.FlattenObservation makes a vector of it"
-    elif axis == 1:
-        fault = f"{observation} is an image of which it is not clear where its channels are"
-        fault += ": first or last, they must be fewer than its rows and its columns"
-    elif axis is not None and min(np.delete(shape, axis)) < 3:
-        fault = f"{observation} is an image smaller than 3 x 3"
-    elif 0 in (*shape, *(action_space.shape or ())):
-        fault = f"{observation} or {action} holds no number"
-    elif not isinstance(action_space, action_spaces):
-        fault = f"{action} is not {' or '.join(space.__name__ for space in action_spaces)}"
-    elif isinstance(action_space, gym.spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
-        fault = f"{action} is a Box of integers; only a Box of floats is supported"
-    if fault:
+    try:
+        axis = channels_axis(family, envs)
+        require_action_space(envs.single_action_space, action_spaces)
+    except BadInput as error:
         envs.close()
-        raise BadInput(f"{named}: {one_line(fault)}.")
+        raise BadInput(f"{flags}: {one_line(error)}.") from None
     return Environments(envs, family, seed, domain, indices, channels_last=axis == 2)
 
 
-def channels_axis(family: str, envs: VectorEnv) -> int:
-    """The axis of an image's channels: 0, or 2, or 1 where that is not clear. It is the smallest, except in games."""
-    shape = envs.single_observation_space.shape
-    if is_atari(family, envs):
-        return 0  # of any number of frames
-    if family == "MinAtar":
-        return 2  # of any number of kinds of objects
-    return shape.index(min(shape)) if shape.count(min(shape)) == 1 else 1
-
-
 def is_atari(family: str, envs: VectorEnv) -> bool:
-    return family == "ALE" or (family == "envpool" and envs.atari)
+    return family == "ALE" or getattr(envs, "atari", False)  # as EnvPool's adapter says
+
+
+def channels_axis(family: str, envs: VectorEnv) -> int | None:
+    """The axis of an image's channels, 0 or 2, the smallest except in games; None of a vector.
+
+    Raises `BadInput` for all other observations.
+    """
+    space = envs.single_observation_space
+    shape = space.shape if isinstance(space, gym.spaces.Box) else ()
+    if len(shape) == 1 and shape[0] > 0:
+        return None
+    if len(shape) == 3:
+        axis = shape.index(min(shape)) if shape.count(min(shape)) == 1 else 1
+        if is_atari(family, envs):
+            axis = 0  # of any number of frames
+        elif family == "MinAtar":
+            axis = 2  # of any number of kinds of objects
+        if axis != 1 and min(np.delete(shape, axis)) >= 3:
+            return axis
+    image = "at least 3 x 3 with fewer channels, first or last, than rows and columns"
+    raise BadInput(f"observation space {space}: must be a vector (1-D Box) or an image (3-D Box, {image})")
+
+
+def require_action_space(space: gym.Space, supported: tuple[type[gym.Space], ...]) -> None:
+    integer_box = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
+    if integer_box or not isinstance(space, supported):
+        names = " or ".join(kind.__name__ for kind in supported)
+        raise BadInput(f"action space {space}: must be {names}; a Box must hold floats")

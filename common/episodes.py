@@ -24,34 +24,42 @@ def evaluate(
 ) -> dict[str, float]:
     """Play episode e from its own seed, always the same, on the rank that has it -> a row of means and seconds.
 
-    Every `EVALUATION_BOUNDARY` steps the ranks meet, so that a long evaluation is no hang; a stop request cuts it
-    short, and then its row counts for nothing (`world.stop`).
     `act` maps a shard's observations (n, *shape) to actions for `envs`, which hold one environment for each of this
-    rank's episodes (None where it has none). `checkpoint`: the number of the last one, or 0. An episode of `MAX_STEPS`
-    counts as it stands.
+    rank's episodes (None if it has none). `checkpoint`: the number of the last one, or 0. An episode of `MAX_STEPS`
+    counts as it stands. Ranks meet every `EVALUATION_BOUNDARY` steps, so that a long evaluation is no hang; a stop
+    request cuts it short, and then its row counts for nothing (`world.stop`).
     """
-    start, results = time.perf_counter(), np.zeros((episodes, 2))  # returns and lengths; those of other ranks stay 0
-    first = []  # actions of episode 0, on rank 0
+    start = time.perf_counter()
+    results = np.zeros((episodes, 2))  # returns and lengths; those of other ranks stay 0
+    first_actions = []  # of episode 0, on rank 0
     playing = np.zeros(0, dtype=bool)
     if envs is not None:
-        obs, act = envs.start(checkpoint), per_shard(act, envs.shards, world)
+        obs = envs.start(checkpoint)
+        act = per_shard(act, envs.shards, world)
         playing = np.ones(envs.num_envs, dtype=bool)
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
             actions = act(obs)
             if playing[0] and envs.indices[0] == 0:
-                first.append(np.array(envs.in_space(actions)[0]))
+                first_actions.append(np.array(envs.clip_to_action_space(actions)[0]))
             obs, *_ = envs.step(actions)
             for episode_return, length, i in envs.episodes.finished:
                 if playing[i]:  # the first episode of each counts
-                    results[envs.indices[i]], playing[i] = (episode_return, length), False
+                    results[envs.indices[i]] = episode_return, length
+                    playing[i] = False
             envs.episodes.finished.clear()
-        if step % EVALUATION_BOUNDARY == 0 and (not world.gather([playing.sum()]).any() or world.stop):  # collective
-            break
+        if step % EVALUATION_BOUNDARY == 0:
+            num_playing = world.gather([playing.sum()]).sum()  # collective
+            if num_playing == 0 or world.stop:
+                break
     for i in np.flatnonzero(playing):
         results[envs.indices[i]] = envs.episodes.returns[i], envs.episodes.lengths[i]
-    if first:
-        envs.first = Episode(int(envs.seeds[0]), first, results[0, 0])
+    if first_actions:
+        envs.first_episode = Episode(int(envs.seeds[0]), first_actions, results[0, 0])
     returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective
-    row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean(), "eval/episodes": episodes}
-    return row | {"time/eval": time.perf_counter() - start}
+    return {
+        "eval/episodic_return": returns.mean(),
+        "eval/episodic_length": lengths.mean(),
+        "eval/episodes": episodes,
+        "time/eval": time.perf_counter() - start,
+    }

@@ -13,7 +13,6 @@ import os
 import platform
 import select
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -94,34 +93,29 @@ def share_memory(
     calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")  # which some builds of Python lack
     if not calls or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         refusal = refusal or "it needs Linux on x86-64, and a Python with os.memfd_create and os.pidfd_open"
-    machine = []
+    about = {"pid": os.getpid(), "cores": [*cores], "machine": [], "descriptor": -1}
     try:
-        machine = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+        about["machine"] = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+        if rank == 0 and not refusal:
+            about["descriptor"] = os.memfd_create("lockstep")
     except OSError as error:
         refusal = refusal or f"it is not allowed: {error.strerror}"
-    about = {"pid": os.getpid(), "cores": [*cores], "machine": machine, "refusal": refusal}
+    about["refusal"] = refusal
     ranks = [json.loads(text) for text in gather_texts("memory", json.dumps(about))]
-    refusal = next((x["refusal"] for x in ranks if x["refusal"]), "")
-    if not refusal and any(x["machine"] != ranks[0]["machine"] for x in ranks):
-        refusal = "there are several machines"
-    if not refusal and len({core for x in ranks for core in x["cores"]}) < world_size:
-        refusal = "there are fewer cores than processes"
-    if refusal:
-        return None, refusal
-
-    descriptor = -1
-    with suppress(OSError):  # as in a sandbox; opening it fails then
-        descriptor = os.memfd_create("lockstep") if rank == 0 else -1
-    first_pid = ranks[0]["pid"]
-    path = f"/proc/{first_pid}/fd/{gather_texts('descriptor', str(descriptor))[0]}"
+    refusals = [x["refusal"] for x in ranks if x["refusal"]]
+    if any(x["machine"] != ranks[0]["machine"] for x in ranks):
+        refusals.append("there are several machines")
+    if len({core for x in ranks for core in x["cores"]}) < world_size:
+        refusals.append("there are fewer cores than processes")
     memory = None
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            file.truncate((8 * LINE + 2 * SLOT) * world_size)
-            memory = SharedMemory(file.fileno(), rank, [x["pid"] for x in ranks])
-    except OSError as error:
-        refusal = f"it is not allowed: {error.strerror}"
-    refusals = [text for text in gather_texts("mapped", refusal) if text]
-    if descriptor >= 0:
-        os.close(descriptor)
+    if not refusals:
+        try:
+            with open("/proc/{pid}/fd/{descriptor}".format(**ranks[0]), "r+b", buffering=0) as file:
+                file.truncate((8 * LINE + 2 * SLOT) * world_size)
+                memory = SharedMemory(file.fileno(), rank, [x["pid"] for x in ranks])
+        except OSError as error:
+            refusal = f"it is not allowed: {error.strerror}"
+        refusals = [text for text in gather_texts("mapped", refusal) if text]
+    if about["descriptor"] >= 0:
+        os.close(about["descriptor"])
     return (None, refusals[0]) if refusals else (memory, "")

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.distributed import World
 from common.errors import BadInput, Fault
 from common.memory import SLOT
-from common.tensors import to_tensor
+from common.tensors import is_dense, to_tensor
 
 
 def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: World) -> Callable[..., np.ndarray]:
@@ -96,7 +96,12 @@ class Gradients:
         """DDP's communication hook: in the last shard's backward, the mean of a bucket over all shards."""
         buffer = bucket.buffer()
         if self.earlier:
-            self._add_earlier(bucket.parameters(), bucket.gradients())
+            parameters = bucket.parameters()
+            gradients = bucket.gradients()  # of contiguous shape; but the bucket has them in their parameters' order
+            for i, p in enumerate(parameters):
+                if not p.is_contiguous() and is_dense(p):
+                    gradients[i] = gradients[i].as_strided(p.shape, p.stride())
+            self._add_earlier(parameters, gradients)
         sum_over_ranks(buffer, self.world)  # collective
         buffer /= self.world.num_shards
         future = torch.futures.Future()

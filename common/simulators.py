@@ -5,10 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,15 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from common.pool import OURS, Pool
 from common.watchdog import end_with_parent
 
-COLOURS = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}  # ALE's own environments' films
-# options that are the program's, or would hide what it counts
-GYMNASIUMS = {"id", "num_envs", "vectorization_mode", "vector_kwargs", "wrappers", "render_mode"}
-ALES = GYMNASIUMS | {"game", "rom_path", "num_threads", "autoreset_mode", "reward_clipping", "life_loss_info"}
-ALES |= {"episodic_life", "batch_size", "seed", "thread_affinity_offset"}
-RESERVED = {"envpool": OURS, "ALE": ALES}
+# of simulators in C++, options that would break the same experiment everywhere, or hide what is counted
+RESERVED_OPTIONS = {
+    "ALE": {"game", "batch_size", "autoreset_mode", "reward_clipping", "life_loss_info", "episodic_life"},
+    "envpool": {"num_envs", "batch_size", "seed", "env_seed", "reward_clip", "episodic_life"},
+}
+FILM_OPTIONS = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}  # of ALE
+MAKE_ANEW = {"make_anew": True}  # an option of `reset`
 
 
 def make_vec(
@@ -45,28 +44,35 @@ def make_vec(
     module, colon, _ = env_id.rpartition(":")
     if colon and not all(word.isidentifier() for word in module.split(".")):
         raise gym.error.Error("must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
-    if env_id.startswith("envpool/"):
-        return Pool(env_id.removeprefix("envpool/"), num_envs, num_threads, options, life_loss, draws)
+    family = env_id.partition("/")[0]
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    if env_id.startswith("ALE/"):
+    if family == "envpool":
+        from common.pool import Pool
+
+        return Pool(env_id.removeprefix("envpool/"), num_envs, num_threads, options, life_loss, draws)
+    if family == "ALE":
         import ale_py
 
         gym.register_envs(ale_py)
-        own = same_step | {"num_threads": min(num_threads, num_envs), "life_loss_info": life_loss}
-        own["reward_clipping"] = False  # statistics count the score; scripts take the sign
-        own["repeat_action_probability"] = 0.0  # as in the published results for NoFrameskip-v4
-        own |= options | (COLOURS if draws else {})
+        own = {
+            "num_threads": min(num_threads, num_envs),
+            "life_loss_info": life_loss,
+            "reward_clipping": False,  # statistics count the score; scripts take the sign
+            "repeat_action_probability": 0.0,  # as in the published results for NoFrameskip-v4
+        }
+        own |= same_step | options | (FILM_OPTIONS if draws else {})
         return gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **own)
-    own = {"render_mode": "rgb_array"} if draws else {}
-    wrappers = [partial(Simulator, make=partial(gym.make, env_id, **own, **options), seed=seed)]
-    if env_id.startswith("MinAtar/"):
+    if draws:
+        options = {"render_mode": "rgb_array"} | options
+    wrappers = [partial(Simulator, make=partial(gym.make, env_id, **options), seed=seed)]
+    if family == "MinAtar":
         from minatar.gym import register_envs
 
         if "MinAtar/Breakout-v1" not in gym.registry:
             register_envs()
-        wrappers.append(Unstick)
-    own["vector_kwargs"] = same_step | {"copy": False}  # scripts copy what they keep
-    return gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, wrappers=wrappers, **own, **options)
+        wrappers.append(ResetLastAction)
+    own = {"wrappers": wrappers, "vector_kwargs": same_step | {"copy": False}}  # scripts copy what they keep
+    return gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, **own, **options)
 
 
 def seed_libraries(seed: int) -> None:
@@ -75,43 +81,31 @@ def seed_libraries(seed: int) -> None:
     np.random.seed(seed)
 
 
-def atari_hint(env_id: str) -> str:
-    """For an Atari game's older ids, where it is found here; otherwise nothing."""
-    game = re.sub(r"(NoFrameskip|Deterministic)?-v\d+$", "", env_id)
-    with suppress(ImportError):
-        import ale_py
-
-        gym.register_envs(ale_py)
-    return f" Here it is ALE/{game}-v5." if f"ALE/{game}-v5" in gym.registry and "/" not in game else ""
-
-
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Leave `random` and `numpy.random` afterwards as they are now."""
-    states = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-MAKE_ANEW = {"make_anew": True}  # an option of `reset`
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 class Simulator(gym.Wrapper):
     """One environment that is written in Python. `make` makes it once more.
 
-    In a worker process Ctrl-C spares it, and it never outlives its rank. There, libraries are seeded for it alone, and
-    at each reset with a seed, so that what follows depends on that only.
+    In a worker process Ctrl-C spares it, and it never outlives its rank. There, libraries are seeded
+    for it alone, and at each reset with a seed, so that what follows depends on that only.
     """
 
     def __init__(self, env: gym.Env, make: Callable[[], gym.Env], seed: int) -> None:
         super().__init__(env)
         self.make = make
         name, _, index = multiprocessing.current_process().name.partition("-")
-        self.apart = name == "Worker<AsyncVectorEnv>"  # the rank itself makes one too, for its spaces
-        if self.apart:
+        self.in_worker = name == "Worker<AsyncVectorEnv>"  # the rank itself makes one too, for its spaces
+        if self.in_worker:
             os.setsid()
             end_with_parent(signal.SIGKILL)
             seed_libraries(seed + int(index))
@@ -122,7 +116,7 @@ class Simulator(gym.Wrapper):
             with kept_random_state():
                 self.env = self.make()
             options = None
-        if self.apart and seed is not None:
+        if self.in_worker and seed is not None:
             seed_libraries(seed)
         return self.env.reset(seed=seed, options=options)
 
@@ -133,7 +127,7 @@ class Simulator(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-class Unstick(gym.Wrapper):
+class ResetLastAction(gym.Wrapper):
     """MinAtar keeps the last action, which may stick, over a reset: then an episode would not follow from its seed."""
 
     def reset(self, **kwargs) -> tuple[np.ndarray, dict]:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import psutil
 import tyro
 
 from chaos import CASES, assert_same
-from runs import PATIENCE, ROOT, Run, finish, start
+from runs import PATIENCE, ROOT, Run, finish, free_port, start
 
 PAUSES = {"brief": 0.5, "short": 1.0, "ppo": 1.0, "ppg": 0.6, "dqn": 2.0, "sac": 2.0}  # a row: two minutes alone
 CASES = CASES | {"brief": ("ppo_ddp.py", CASES["short"][1].replace("5120", "3072"))}  # for the default tests
@@ -49,9 +48,7 @@ class Nodes:
     def start(self, node: int) -> None:
         host = "10.77.0.1" if self.namespaces else "127.0.0.1"
         if not self.port:
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                self.port = free.getsockname()[1]
+            self.port = free_port()
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
         words += ["--max-restarts=100", "--rdzv_backend=c10d", "--rdzv_id=1", f"--rdzv_endpoint={host}:{self.port}"]
         conf = f"is_host={node == 0},last_call_timeout=3,keep_alive_interval=1,read_timeout=20"

@@ -3,13 +3,10 @@
 Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@COUNT: at that rank's so-manieth gather;
 `write`: within the so-manieth file that it writes of checkpoints; `rows`, `copies`, `views`: everywhere),
 LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end),
-LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk), LOCKSTEP_COUNTS (each rank writes what it
-did of CUDA graphs, by function in order, and how many functions it compiled, to this file and its rank).
+LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk).
 """
 
-import atexit
 import importlib
-import json
 import os
 import resource
 import signal
@@ -20,10 +17,8 @@ import torch
 
 from common import distributed, watchdog
 from common.errors import BadInput
-from common.graphs import Graphed
 from common.run import checkpoint, logger
 from common.run.launch import launch
-from common.tensors import tensors_of
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
 
@@ -104,15 +99,11 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
 def depend_on_rows() -> None:
     """Change every layer's results by a millionth for each row that it is given, and so what acts in its place."""
 
-    def changed(function, axis: int):
-        def replacement(x, y, *rest):  # a layer and its input, or a bias and the input that follows it
-            return function(x, y, *rest) * (1 + 1e-6 * y.shape[axis])
-
-        return replacement
+    def changed(forward):
+        return lambda layer, x: forward(layer, x) * (1 + 1e-6 * x.shape[0])
 
     for layer in (torch.nn.Linear, torch.nn.Conv2d):
-        layer.forward = changed(layer.forward, 0)
-    torch.baddbmm = changed(torch.baddbmm, 1)
+        layer.forward = changed(layer.forward)
 
 
 def depend_on_addresses(module, views: bool) -> None:
@@ -128,28 +119,6 @@ def depend_on_addresses(module, views: bool) -> None:
     module.DDP = lambda loss, **options: wrapper(loss, **options | {"gradient_as_bucket_view": views})
 
 
-def count_work(path: str) -> None:
-    """Write at the end what each graphed update did, a letter a call (eager, captured, replayed), and the compiles."""
-    call, letters = Graphed.__call__, {}
-
-    def counted(self, *inputs):
-        known = len(self.recordings)
-        out = call(self, *inputs)
-        shapes = tuple(x.shape for x in tensors_of(inputs))
-        letter = "c" if len(self.recordings) > known else "p" if shapes in self.recordings else "e"
-        letters[self] = letters.get(self, "") + letter
-        return out
-
-    Graphed.__call__ = counted
-
-    def write():
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0
-        with open(f"{path}.{os.environ.get('RANK', 0)}", "w") as file:
-            json.dump({"updates": [x for f, x in letters.items() if f.optimizers], "compiled": compiled}, file)
-
-    atexit.register(write)
-
-
 def main(words: list[str]) -> None:
     torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
     script = importlib.import_module(words[0].removesuffix(".py"))
@@ -157,8 +126,6 @@ def main(words: list[str]) -> None:
     if "LOCKSTEP_FSIZE" in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(os.environ["LOCKSTEP_FSIZE"]),))
     distributed.GRACE = watchdog.GRACE = float(os.environ.get("LOCKSTEP_GRACE", watchdog.GRACE))
-    if "LOCKSTEP_COUNTS" in os.environ:
-        count_work(os.environ["LOCKSTEP_COUNTS"])
     if "LOCKSTEP_FAULT" in os.environ:
         kind, rank, after = os.environ["LOCKSTEP_FAULT"].split("@")
         perturb(script, int(rank), int(after), kind)

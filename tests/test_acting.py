@@ -1,4 +1,4 @@
-"""Acting in numpy: each operation and layer does what torch does, where it can, and the module is left as it was."""
+"""Acting in numpy: a translation gives the module's numbers or does not act, and the module is left as it was."""
 
 import gc
 import math
@@ -10,12 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common import acting
-from common.acting import Acting
+from common.acting import PERIOD, Acting, Derived, Unknown
 from common.distributed import World
-from common.errors import Fault
 
-CPU = torch.device("cpu")
 WORLD, SHARDS = World(False), [slice(0, 5)]
 OBS = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
@@ -36,9 +33,17 @@ class Module(nn.Module):
 
 
 def acting_of(function, layer: nn.Module | None = None) -> Acting:
-    made = Acting(Module(function, layer), WORLD, SHARDS, pytest.fail)
-    made.refresh(OBS)
-    return made
+    """After a first call, by a translation."""
+    policy = Acting(Module(function, layer), WORLD, SHARDS, pytest.fail)
+    assert_acts_as_module(policy, OBS)
+    return policy
+
+
+def assert_acts_as_module(policy: Acting, obs: np.ndarray) -> None:
+    """A translation acts, and gives the module's numbers."""
+    result = policy(obs)
+    assert policy.derived is not None and policy.functions == [policy.derived] * len(policy.functions)
+    np.testing.assert_allclose(result, policy.by_module(obs), rtol=1e-5, atol=1e-6)
 
 
 def unpacked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -47,18 +52,13 @@ def unpacked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return mean * one + deviation.exp() * two
 
 
-LAYERS = [
-    nn.Linear(4, 3),
-    nn.Linear(4, 3, bias=False),
-    nn.ReLU(),
-    nn.ReLU(inplace=True),
-    nn.Tanh(),
-    nn.ELU(),
-    nn.SiLU(),
+LAYERS = [nn.Linear(4, 3), nn.Linear(4, 3, bias=False), nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh(), nn.ELU()]
+LAYERS += [nn.GELU("tanh"), nn.Softplus(), nn.LayerNorm(4), nn.RMSNorm(4), nn.Flatten(), nn.Softmax(-1), nn.Identity()]
+LAYERS += [
+    nn.Softsign(),
+    nn.Bilinear(4, 4, 2),
+    nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ELU(), nn.Linear(4, 2))),
 ]
-LAYERS += [nn.GELU(), nn.GELU("tanh"), nn.LeakyReLU(), nn.Softplus(), nn.Sigmoid(), nn.LayerNorm(4), nn.Identity()]
-LAYERS += [nn.LayerNorm(4, elementwise_affine=False), nn.RMSNorm(4), nn.Flatten(), nn.Hardtanh(), nn.Softmax(-1)]
-LAYERS += [nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ELU(), nn.Linear(4, 2)))]
 OPERATIONS = {
     "constants": lambda m, x: 2 - x * 3 + (1 - x) / 2 + -x + x**2 + 2**x + 1 / (x.abs() + 1),
     "parameters": lambda m, x: m.weight + m.buffer * x - m.tensor + m.tensor * x - m.gate / (m.tensor.abs() + 1 + x**2),
@@ -84,31 +84,26 @@ OPERATIONS = {
     "residual": lambda m, x: x + m.layer(F.elu(m.layer(x))),
     "nested": lambda m, x: F.linear(x, m.layer.weight / m.layer.weight.abs().sum(), m.layer.bias),
     "linear": lambda m, x: F.linear(x, m.layer.weight) + F.linear(x, weight=m.layer.weight, bias=m.layer.bias),
-    "several results": lambda m, x: (x.tanh(), torch.special.erfcx(x)),
-    "not needed": lambda m, x: [x.tanh(), m.layer(x).softmax(-1).digamma()][0],
+    "several results": lambda m, x: (x.tanh(), x / 0),
+    "rare": lambda m, x: torch.special.erfcx(x) + torch.topk(x, 2)[0].sum(-1, keepdim=True),
+    "sizes": lambda m, x: x / x.shape[-1] ** 0.5 + 1e-3 * x.size(0) * x,
 }
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_a_layer_does_what_torch_does(layer):
-    made = acting_of(lambda module, x: module.layer(1 * x), layer)
-    np.testing.assert_allclose(made.derived(3 * OBS), made.network(3 * OBS), rtol=1e-5, atol=1e-6)
+    function = (lambda m, x: m.layer(x, x)) if isinstance(layer, nn.Bilinear) else (lambda m, x: m.layer(1 * x))
+    assert_acts_as_module(acting_of(function, layer), 3 * OBS)
 
 
 @pytest.mark.filterwarnings("error")  # of torch, which dislikes arrays that it may not write to
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_does_what_torch_does(name):
-    made = acting_of(OPERATIONS[name])
-    np.testing.assert_allclose(made.derived(3 * OBS[:2]), made.network(3 * OBS[:2]), rtol=1e-5, atol=1e-6)
+    assert_acts_as_module(acting_of(OPERATIONS[name]), 3 * OBS[:2])
 
 
 def doubled(module: nn.Module, *_) -> None:
     """A hook."""
-
-
-def kept(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    module.number, module.seen = module.number + 1, module.layer(x)
-    return torch.special.erfcx(module.seen)
 
 
 def hooked() -> nn.Module:
@@ -126,20 +121,14 @@ def aliased(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 UNKNOWN = {  # what is said, function, layer
     "an operation in place": (r"an operation such as \+= is not translated", aliased, None),
-    "an operation": ("special_erfcx is not translated", lambda m, x: torch.special.erfcx(x), None),
-    "of a layer": ("softsign is not translated, in Softsign layer", lambda m, x: m.layer(x), nn.Softsign()),
-    "dropout": (
-        "dropout is not translated, in Dropout layer.1",
-        lambda m, x: m.layer(x),
-        nn.Sequential(nn.ReLU(), nn.Dropout()),
-    ),
+    "dropout": ("gives other numbers", lambda m, x: m.layer(x), nn.Sequential(nn.ReLU(), nn.Dropout())),
     "batch norm": ("control flow, in BatchNorm1d layer", lambda m, x: m.layer(x), nn.BatchNorm1d(4)),
     "recurrent": (", in GRU layer", lambda m, x: m.layer(x), nn.GRU(4, 4)),
     "hook": ("a hook or a parametrization, in Linear layer", lambda m, x: m.layer(x), hooked()),
     "control flow": ("control flow", lambda m, x: x if x.sum() > 0 else -x, None),
     "iteration": ("Proxy object cannot be iterated", lambda m, x: sum(list(x)), None),
     "in place": ("clamp_ is not translated", lambda m, x: [y := 2 * x, y.clamp_(-0.1, 0.1)][0], None),
-    "draws": ("random numbers are drawn", lambda m, x: x + torch.randn(4), None),
+    "draws": ("gives other numbers", lambda m, x: x + torch.randn(4), None),
     "another type": ("numpy gives float64 .* torch float32", lambda m, x: x.to(torch.int32) / 2, None),
 }
 
@@ -148,27 +137,55 @@ UNKNOWN = {  # what is said, function, layer
 def test_what_is_not_known_the_module_does(name):
     said, function, layer = UNKNOWN[name]
     notes = []
-    made = Acting(Module(function, layer), WORLD, SHARDS, notes.append)
-    assert made.refresh(OBS) == made.network == made.refresh(OBS) and made.derived is None
-    made.module.number += 1  # translated anew, in vain
-    assert made.refresh(OBS) == made.network
+    policy = Acting(Module(function, layer), WORLD, SHARDS, notes.append)
+    for _ in range(PERIOD + 1):
+        policy(OBS)
+        assert policy.functions == [policy.by_module]
     (note,) = notes
     assert note.startswith("Module acts by torch, more slowly than by numpy (") and "\n" not in note
     assert re.search(said, note)
 
 
 def test_images_are_for_the_module():
-    made = Acting(Module(lambda m, x: x.flatten(1)), WORLD, SHARDS, pytest.fail)
-    assert made.refresh(np.ones((2, 3, 4, 4), np.float32)) == made.network
+    policy = Acting(Module(lambda m, x: x.flatten(1)), WORLD, SHARDS, pytest.fail)
+    policy(np.ones((2, 3, 4, 4), np.float32))
+    assert policy.functions == [policy.by_module]
+
+
+def test_where_a_translation_differs_the_module_acts_for_that_shard_alone():
+    """The same bytes, whichever other shards are in its process; said once; until all is translated anew."""
+    shards = [slice(0, 2), slice(2, 5)]
+    small = OBS / 10
+    large = np.concatenate([small[:3], 100 * small[3:]])  # in the second shard
+    notes = []
+
+    def policies(split: list[list[slice]]) -> list[Acting]:
+        module = Module(lambda m, x: m.layer(x if isinstance(x, torch.fx.Proxy) else x.clamp(-5, 5)) * x.shape[0])
+        return [Acting(module, World(False, 2), part, notes.append) for part in split]
+
+    [together] = policies([shards])
+    apart = policies([[slice(0, 2)], [slice(0, 3)]])
+    for call in range(3 * PERIOD):
+        obs = large if call >= PERIOD + 5 else small  # found at call 2 * PERIOD
+        parts = [policy(obs[shard]) for policy, shard in zip(apart, shards, strict=True)]
+        assert together(obs).tobytes() == np.concatenate(parts).tobytes()
+        expected = together.by_module if call >= 2 * PERIOD else together.derived
+        assert together.functions == [together.derived, expected] and together.derived is not None
+    assert len(notes) == 2 and notes[0] == notes[1] and "its translation gives other numbers, by" in notes[0]
+    together.restart()
+    together(small)
+    assert together.functions == [together.derived] * 2
 
 
 def test_steps_in_place_are_seen_at_once():
-    """Of parameters, buffers and plain tensors, without another look."""
-    made = acting_of(lambda m, x: m.layer(x) * m.tensor + m.buffer * m.gate)
+    """Of parameters, buffers and plain tensors, at the next call."""
+    policy = acting_of(lambda m, x: m.layer(x) * m.tensor + m.buffer * m.gate)
+    derived = policy.derived
     with torch.no_grad():
-        for x in (*made.module.parameters(), made.module.buffer, made.module.tensor):
+        for x in (*policy.module.parameters(), policy.module.buffer, policy.module.tensor):
             x += 0.5
-    np.testing.assert_allclose(made.derived(OBS), made.network(OBS), rtol=1e-5, atol=1e-6)
+    assert_acts_as_module(policy, OBS)
+    assert policy.derived is derived
 
 
 def scaled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -190,57 +207,93 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_attribute_that_changes_is_translated_anew(name):
-    made = acting_of(lambda m, x: m.layer(scaled(m, x)) + m.weight)
-    before = made.derived
-    CHANGES[name](made.module)
-    assert made.refresh(OBS) is made.derived is not before
-    np.testing.assert_allclose(made.derived(OBS), made.network(OBS), rtol=1e-5, atol=1e-6)
-    assert made.refresh(OBS) is made.refresh(OBS)
+    """At the next comparison, the same call on every process."""
+    policy = acting_of(lambda m, x: m.layer(scaled(m, x)) + m.weight)
+    before = policy.derived
+    policy(OBS)
+    CHANGES[name](policy.module)
+    for _ in range(PERIOD - 2):
+        policy(OBS)
+        assert policy.derived is before
+    assert_acts_as_module(policy, OBS)
+    after = policy.derived
+    assert after is not before
+    for _ in range(2 * PERIOD):
+        policy(OBS)
+    assert policy.derived is after
 
 
 def test_what_changes_elsewhere_is_found():
     """A number in a closure; not where a network has diverged, which is said elsewhere."""
     numbers = {"scale": 1.0}
-    made = acting_of(lambda m, x: m.layer(x) * numbers["scale"])
-    numbers["scale"] = 1.001
-    with pytest.raises(
-        Fault, match="^Module.forward differs from its translation, by .* in an attribute of its module.$"
-    ):
-        made.refresh(OBS)
-    with torch.no_grad():
-        made.module.layer.weight.fill_(math.nan)
-    assert made.refresh(OBS) is made.derived
+    policy = Acting(Module(lambda m, x: m.layer(x) * numbers["scale"]), WORLD, SHARDS, (notes := []).append)
+    assert_acts_as_module(policy, OBS)
+    for scale in (math.nan, 1.001):
+        numbers["scale"] = scale
+        assert not notes
+        for _ in range(PERIOD):
+            policy(OBS)
+    assert policy.functions == [policy.by_module] and len(notes) == 1
+    np.testing.assert_array_equal(policy(OBS), policy.by_module(OBS))
 
 
-@pytest.mark.parametrize("function", [scaled, kept, lambda m, x: x + torch.randn(4)])
+def set_number(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    module.number += 1
+    module.seen = module.layer(x)
+    return module.seen if module.flag else module.seen + iter(x)
+
+
+@pytest.mark.parametrize("function", [scaled, set_number])
 def test_translating_leaves_the_module_as_it_was(function):
-    """Its attributes, also those that `forward` sets, its parameters, and torch's generator."""
+    """Its attributes, also those that `forward` sets, and its parameters."""
     module = Module(function)
-    attributes, values = [dict(vars(x)) for x in module.modules()], [x.detach().clone() for x in module.parameters()]
-    state = torch.get_rng_state()
+    attributes = [dict(vars(x)) for x in module.modules()]
+    values = [x.detach().clone() for x in module.parameters()]
     try:
-        acting.derive(module, CPU, 1)
-    except acting.Unknown:
-        assert function is not scaled
-    assert [dict(vars(x)) for x in module.modules()] == attributes and state.equal(torch.get_rng_state())
+        Derived(module, torch.device("cpu"), 1)
+    except Unknown:
+        assert function is set_number
+    assert [dict(vars(x)) for x in module.modules()] == attributes
     assert all(x.equal(y) for x, y in zip(values, module.parameters(), strict=True))
     gc.collect()
     assert not any(isinstance(x, torch.fx.Proxy) for x in gc.get_objects())
 
 
-def test_what_a_gpu_holds_is_copied_when_asked():
-    """On a device that is no CPU (here in name only), one copy for all tensors."""
-    module = Module(lambda m, x: m.layer(x) * m.gate + m.tensor)
-    function, copy_parameters = acting.derive(module, torch.device("meta"), 1)
-    before = module(torch.from_numpy(OBS)).detach().numpy()
+def fused_step(module: nn.Module) -> None:
+    """An optimiser's, which leaves the versions of tensors as they were."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.5, fused=True)
+    module(torch.from_numpy(OBS)).sum().backward()
+    optimizer.step()
+
+
+def in_place(module: nn.Module) -> None:
     with torch.no_grad():
-        for x in (*module.parameters(), module.tensor):
-            x += 0.5
-    np.testing.assert_allclose(function(OBS), before, rtol=1e-5, atol=1e-6)
-    copy_parameters()
-    after = module(torch.from_numpy(OBS)).detach().numpy()
-    np.testing.assert_allclose(function(OBS), after, rtol=1e-5, atol=1e-6)
-    assert np.abs(after - before).max() > 0.1
+        module.tensor.add_(1.0)
+
+
+@pytest.mark.parametrize("change", [fused_step, in_place])
+def test_what_a_gpu_holds_is_copied_when_it_has_changed(change, monkeypatch):
+    """On a device that is no CPU (here in name only), and not otherwise."""
+    module = Module(lambda m, x: m.layer(x) * m.gate + m.tensor)
+    with monkeypatch.context() as patch, torch.inference_mode():  # as in a rollout
+        patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+        derived = Derived(module, torch.device("meta"), 1)
+    copies = [0]
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args: (copies.append(1), copy(*args))[1])
+    derived.update()
+    before = module(torch.from_numpy(OBS)).detach().numpy()
+    np.testing.assert_allclose(derived(OBS), before, rtol=1e-5, atol=1e-6)
+    for _ in range(2):
+        change(module)
+        copies.clear()
+        derived.update()
+        derived.update()
+        assert len(copies) == len(derived.tensors) == 4
+        after = module(torch.from_numpy(OBS)).detach().numpy()
+        np.testing.assert_allclose(derived(OBS), after, rtol=1e-5, atol=1e-6)
+        assert np.abs(after - before).max() > 0.1
+        before = after
 
 
 def test_an_option_of_forward_has_its_default():
@@ -248,6 +301,4 @@ def test_an_option_of_forward_has_its_default():
         def forward(self, x: torch.Tensor, greedy: bool = False, scale: float = 2.0) -> torch.Tensor:
             return super().forward(x) if greedy else super().forward(x) * scale
 
-    made = Acting(Optional(4, 2), WORLD, SHARDS, pytest.fail)
-    np.testing.assert_allclose(made.refresh(OBS)(OBS), made.network(OBS), rtol=1e-5, atol=1e-6)
-    assert made.derived
+    assert_acts_as_module(Acting(Optional(4, 2), WORLD, SHARDS, pytest.fail), OBS)

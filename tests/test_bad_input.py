@@ -2,18 +2,12 @@
 
 import math
 import re
-import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-import common.machine
 import ppg_ddp
 import ppo_ddp
-import sac_ddp
 from common.errors import BadInput, require_divisible
-from common.machine import require_compiler
 from common.run.arguments import parse
 from common.run.loop import crossed
 from runs import ROOT, finish, run, start
@@ -85,15 +79,13 @@ def test_periods_happen_at_or_past_each_multiple():
         ("--env-id nomodule:Env-v0", "--env-id nomodule:Env-v0: No module named 'nomodule'"),
         ("--env-id .envs:Env-v0", "--env-id .envs:Env-v0: must be an id"),
         ("--env-id :CartPole-v1", "--env-id :CartPole-v1: must be an id"),
-        ("--env-id tests.envs:TinyImage-v0", "smaller than 3 x 3"),
-        ("--env-id tests.envs:NarrowImage-v0", "smaller than 3 x 3"),
+        ("--env-id tests.envs:TinyImage-v0", "an image (3-D Box, at least 3 x 3 with"),
+        ("--env-id tests.envs:NarrowImage-v0", "an image (3-D Box, at least 3 x 3 with"),
         ("--env-id ALE/NoSuchGame-v5", "--env-id ALE/NoSuchGame-v5"),
         ("--env-id tests.envs:DiscreteObs-v0", "observation space Discrete"),
         ("--env-id tests.envs:DictObs-v0", "observation space Dict"),
-        ("--env-id tests.envs:DictObs-v0", "gymnasium.wrappers.FlattenObservation makes a vector of it."),
-        ("--env-id tests.envs:CubeImage-v0", "is an image of which it is not clear where its channels are"),
-        ("--env-id tests.envs:MiddleImage-v0", "first or last, they must be fewer than its rows and its columns."),
-        ("--env-id Breakout-v9", "Here it is ALE/Breakout-v5."),
+        ("--env-id tests.envs:CubeImage-v0", "with fewer channels, first or last, than rows and columns)"),
+        ("--env-id tests.envs:MiddleImage-v0", "with fewer channels, first or last, than rows and columns)"),
         ("--env-id tests.envs:TupleObs-v0", "observation space Tuple"),
         ("--env-id tests.envs:MatrixObs-v0", "observation space Box"),
         ("--env-id tests.envs:MultiDiscrete-v0", "action space MultiDiscrete"),
@@ -118,40 +110,6 @@ def test_a_switch_takes_no_value(words):
     assert parse(ppo_ddp.Args, ["--norm-obs", "--seed", "3", "--no-cuda"]) == ppo_ddp.Args(
         norm_obs=True, seed=3, cuda=False
     )
-
-
-def test_what_does_not_fit_the_memory_is_refused(tmp_path, monkeypatch):
-    """Iterations of 10**9 steps, and a policy phase of as many, by the size they need; before anything is made."""
-    monkeypatch.setattr(common.machine, "free_memory", lambda: 8e9)
-    big = {"total_timesteps": 10**12, "run_dir": str(tmp_path / "run")}
-    for module, settings in ((ppo_ddp, {"num_steps": 10**9}), (ppg_ddp, {"num_steps": 1024, "n_pi": 10**6})):
-        with pytest.raises(
-            BadInput, match=r"--num-steps \d+: needs [\d.]+ GB on this machine, of which 8\.0 GB are free"
-        ):
-            module.main(module.Args(**big | settings))
-    for flag in ("num_envs", "eval_episodes"):
-        with pytest.raises(BadInput, match=f"--{flag.replace('_', '-')} 1000000000: needs 5000[.]0 GB"):
-            sac_ddp.main(sac_ddp.Args(**big | {flag: 10**9, "buffer_size": 10**9}))
-    ppo_ddp.main(ppo_ddp.Args(total_timesteps=512, eval_every=0, run_dir=str(tmp_path / "small")))
-    assert not (tmp_path / "run").exists()
-
-
-def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
-    for module in (ppo_ddp, ppg_ddp):
-        with pytest.raises(BadInput, match="--compile: needs a compiler that runs: install"):
-            module.main(module.Args(compile=True, run_dir=str(tmp_path / "run")))
-
-
-def test_compiling_for_a_gpu_needs_a_compiler_of_c(tmp_path, monkeypatch):
-    """Triton's, and not the one of C++."""
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
-    monkeypatch.setenv("CC", sys.executable)
-    require_compiler(on_gpu)
-    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
-    with pytest.raises(BadInput, match=f"--compile: needs a compiler that runs: install {tmp_path}/gcc, or"):
-        require_compiler(on_gpu)
 
 
 def test_a_rom_that_is_missing_is_named(tmp_path, monkeypatch):
@@ -232,8 +190,7 @@ def test_a_refusal_leaves_a_users_directory_alone(tmp_path, monkeypatch):
 
 
 def test_plain_python_exits_with_2(tmp_path):
-    said = {"--gamma nan": "--gamma nan", "--env-id NoSuchEnv-v0": "--env-id NoSuchEnv-v0"}
-    for flags, message in (said | {"--env-id PongNoFrameskip-v4": "Here it is ALE/Pong-v5."}).items():
+    for flags in ("--gamma nan", "--env-id NoSuchEnv-v0"):
         run = finish(start("ppg_ddp.py", 1, flags, cwd=tmp_path), tmp_path)
-        assert run.code == 2 and message in run.err + run.out and "Traceback" not in run.err
+        assert run.code == 2 and flags in run.err + run.out and "Traceback" not in run.err
     assert not list(tmp_path.iterdir())

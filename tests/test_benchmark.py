@@ -24,9 +24,9 @@ from benchmark import plot, scaling, speed
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
 from common.errors import BadInput
-from common.onefile import one_file
 from runs import PATIENCE, ROOT, descendants, wait_until
 from runs import run as run_script
+from tools.onefile import one_file
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 RESULTS = ROOT / "benchmark" / "results"

@@ -21,7 +21,9 @@ SECOND = "    value_parameters = [*agent.critic.parameters(), *agent.value_trunk
 SECOND += "    policy_parameters = [p for p in agent.parameters() if all(p is not q for q in value_parameters)]\n"
 SECOND += f"    optimizer = {ADAM.replace('agent.parameters()', 'policy_parameters')}\n"
 SECOND += "    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)\n"
-SECOND += "    run.keep(value_optimizer=value_optimizer)\n"
+SECOND += "    run.register(value_optimizer=value_optimizer)\n"
+ZERO = "                optimizer.zero_grad()\n"
+STEP = "                optimizer.step()\n"
 LAST_LAYER = "layer_init(nn.Linear(64, 64)), nn.Tanh()"
 LOSS = "        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss\n"
 TERM = "        activity = (features**2).mean()\n"
@@ -47,11 +49,8 @@ CHANGES = {
     "a second optimiser": (
         "ppo",
         (f"    optimizer = {ADAM}\n", SECOND),
-        ("gradient_step, ddp_loss, optimizer, ", "gradient_step, ddp_loss, optimizer, value_optimizer, "),
-        ("max_grad_norm), optimizer)", "max_grad_norm), optimizer, value_optimizer)"),
-        ("loss_fn: nn.Module, optimizer: torch.optim.Optimizer, max", "loss_fn, optimizer, value_optimizer, max"),
-        ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        value_optimizer.zero_grad()\n"),
-        ("    optimizer.step()\n", "    optimizer.step()\n    value_optimizer.step()\n"),
+        (ZERO, f"{ZERO}                value_optimizer.zero_grad()\n"),
+        (STEP, f"{STEP}                value_optimizer.step()\n"),
     ),
     "a scheduled coefficient": (
         "ppo",

@@ -18,7 +18,7 @@ import sac_ddp
 from common.environments import EVALUATION, make_envs
 from common.episodes import evaluate
 from common.errors import Fault
-from runs import Run, descendants, finish, run, start, wait_until
+from runs import Run, descendants, finish, free_port, run, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 4096 --eval-every 1024 --eval-episodes 4"
 LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6 --check-sync-every 512"
@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     note = {"LOCKSTEP_FAULT": "hang@1@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs")}
     process, family = begin("ppo_ddp.py", 2, f"{LONG} --timeout 20", tmp_path, **note)
     run = ended(process, family, tmp_path)
-    assert run.code == 1 and "rank 1: no boundary reached for --timeout 20 seconds" in run.err
+    assert run.code == 1 and "Timeout (0:00:20)!" in run.err
     assert "in faulty_gather" in run.err and "in train" in run.err
 
 
@@ -137,12 +137,11 @@ def test_divergence_is_said_once(script, flags, tmp_path):
 
 
 def test_a_worker_that_dies_ends_the_run(tmp_path):
-    """One process, asynchronous environments, of which one is killed: one line and code 1, and nothing waits."""
+    """One process, asynchronous environments, of which one is killed: its error and code 1, and nothing waits."""
     process, family = begin("ppo_ddp.py", 1, f"{LONG} --vectorization async", tmp_path)
     min(psutil.Process(process.pid).children(), key=lambda child: child.pid).kill()  # the first environment's
     run = ended(process, family, tmp_path)
-    assert run.code == 1 and "Traceback" not in run.err, run.err
-    assert run.err == "error: --vectorization async: the process of an environment ended; was it killed?\n"
+    assert run.code == 1 and re.search("EOFError|ConnectionResetError|BrokenPipeError", run.err), run.err
 
 
 def test_an_exception_in_one_process_gives_code_1(tmp_path):
@@ -180,19 +179,29 @@ def test_two_ranks_stop_on_request(script, flags, tmp_path):
     assert run.code == 1 and run.model["global_step"] > 0 and "in train" not in run.err
 
 
-@pytest.mark.parametrize("signals, grace", [("one", 3), ("many", 1000)])
-def test_a_run_that_reaches_no_boundary_is_ended(signals, grace, tmp_path):
-    """While the main thread sleeps: some seconds after the first request and not sooner, or at a second one."""
-    note = {"LOCKSTEP_FAULT": "hang@0@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs"), "LOCKSTEP_GRACE": str(grace)}
+def test_a_run_that_reaches_no_boundary_is_ended(tmp_path):
+    """Some seconds after a request, and not sooner."""
+    note = {"LOCKSTEP_FAULT": "hang@0@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs"), "LOCKSTEP_GRACE": "3"}
     process, family = begin("ppo_ddp.py", 1, LONG, tmp_path, **note)
     wait_until((tmp_path / "hangs").exists, process)
     begun = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    while signals == "many" and process.poll() is None and time.monotonic() < begun + 60:
-        time.sleep(0.7)  # what comes within half a second is taken for the same request
-        process.send_signal(signal.SIGTERM)
-    assert ended(process, family, tmp_path).code == 143
-    assert signals == "many" or time.monotonic() - begun > grace
+    assert ended(process, family, tmp_path).code == 143 and time.monotonic() - begun > 3
+
+
+def test_a_second_signal_ends_a_hung_collective_at_once(tmp_path):
+    """Of two ranks without a launcher one sleeps, and the other waits for it in gloo's own code."""
+    env = {"LOCKSTEP_FAULT": "hang@1@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs"), "LOCKSTEP_GRACE": "1000"}
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    flags = f"{LONG} --no-shared-memory --run-dir {tmp_path / 'run'}"
+    ranks = [start("ppo_ddp.py", 1, flags, True, RANK=str(rank), **env) for rank in (0, 1)]
+    wait_until((tmp_path / "hangs").exists, ranks[1])
+    for wait in (1.0, 0.1, 1.0):  # what comes within half a second is taken for the same request
+        time.sleep(wait)
+        assert [rank.poll() for rank in ranks] == [None, None]
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+    assert [finish(rank, tmp_path, timeout=10).code for rank in ranks] == [130, 130]
 
 
 @pytest.mark.slow

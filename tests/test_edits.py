@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.acting import Acting
+from common.acting import PERIOD, Acting
 from common.distributed import World
-from common.errors import BadInput, Fault
+from common.errors import BadInput
 from runs import ROOT, edited
 
 ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}
@@ -55,7 +55,7 @@ PPO = {
     "dropout": (
         [(LAYERS, LAYERS.replace("nn.Tanh()", "nn.Dropout(0.1)", 1))],
         {},
-        "dropout .*, in Dropout trunk.layers.1",
+        "its translation gives other numbers",
     ),
     "branch": ([(CAST, CAST + BRANCH)], {}, "control flow, in Trunk trunk"),
     "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, "parametrization, in .* actor"),
@@ -70,7 +70,7 @@ DQN = {
     "input scaling": ([(CAST, SCALED)], {}),
     "another head": ([("        q = self.head(features)\n", "        q = 2 * self.head(features)\n")], {}),
     "dueling by maximum": ([("q.mean(-1, keepdim=True)", "q.amax(-1, keepdim=True)")], DUELING),
-    "dropout": ([("nn.ReLU()]", "nn.Dropout()]")], {}, "dropout is not translated, in Dropout trunk.layers.1"),
+    "dropout": ([("nn.ReLU()]", "nn.Dropout()]")], {}, "its translation gives other numbers"),
 }
 SAC = {
     "none": ([], {}),
@@ -79,9 +79,15 @@ SAC = {
     "clamped deviation": ([(BOUNDED, "log_std = log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)")], {}),
     "squashed mean": ([("u = mean + ", "u = mean.tanh() + ")], {}),
     "input scaling": ([("self.layers(obs.to(noise.dtype))", "self.layers(obs.to(noise.dtype) / 10)")], {}),
-    "softsign": ([("self.scale * u.tanh()", "self.scale * F.softsign(u)")], {}, "softsign is not translated"),
+    "softsign": ([("self.scale * u.tanh()", "self.scale * F.softsign(u)")], {}),
+    "branch": (
+        [("        u = mean", "        mean = mean if mean.sum() > 0 else -mean\n        u = mean")],
+        {},
+        "control flow",
+    ),
 }
-EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPO, "dqn_ddp.py": DQN, "sac_ddp.py": SAC}
+PPG = {edit: PPO[edit] for edit in ("none", "none, Box", "spectral norm")}
+EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPG, "dqn_ddp.py": DQN, "sac_ddp.py": SAC}
 
 
 def edited_module(tmp_path, script, edits):
@@ -120,48 +126,42 @@ def test_what_acts_is_the_network(script, edit, tmp_path, float64):
     torch.manual_seed(0)
     network, inputs = network_and_inputs(edited_module(tmp_path, script, edits), settings)
     notes = []
-    acting = Acting(network, World(False), [slice(0, 5)], notes.append)
-    act = acting.refresh(*inputs())
-    assert bool(acting.derived) != bool(reason), notes
+    policy = Acting(network, World(False), [slice(0, 5)], notes.append)
+    for _ in range(PERIOD + 1):
+        policy(*inputs())
+        assert policy.functions == [policy.by_module if reason else policy.derived], notes
     if reason:
         (note,) = notes
         assert re.search(f"acts by torch, more slowly than by numpy .*{reason[0]}", note) and "\n" not in note
-        assert acting.refresh(*inputs()) == act == acting.network and len(notes) == 1  # and it is said once
         return
     for size in (1, -1, 8, -8):
         with torch.no_grad():
             for p in network.parameters():
                 p.copy_(size * torch.randn(p.shape) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 1))
         x = inputs()
-        expected = acting.network(*x)
-        np.testing.assert_allclose(act(*x), expected, rtol=1e-10, atol=1e-12 * np.abs(expected).max())
+        expected = policy.by_module(*x)
+        np.testing.assert_allclose(policy(*x), expected, rtol=1e-10, atol=1e-12 * np.abs(expected).max())
     assert not notes
 
 
 def train(tmp_path, script, edits, settings, monkeypatch) -> list[bool]:
-    """Run an edited script in this process -> whether a translation acted, for each time that this was looked at."""
-    module, derived, calls = edited_module(tmp_path, script, edits), [], []
-    refresh, network = Acting.refresh, Acting.network
+    """Run an edited script in this process -> whether a translation acted, for each call."""
+    module = edited_module(tmp_path, script, edits)
+    derived = []
+    call = Acting.__call__
 
-    def watched_refresh(self, *inputs):
-        act = refresh(self, *inputs)
-        derived.append(act == self.derived)
-        return act
+    def watched(self, *inputs):
+        result = call(self, *inputs)
+        derived.append(self.functions == [self.derived])
+        return result
 
-    def watched_network(self, *inputs):
-        calls.append(inputs)
-        return network(self, *inputs)
-
-    monkeypatch.setattr(Acting, "refresh", watched_refresh)
-    monkeypatch.setattr(Acting, "network", watched_network)
+    monkeypatch.setattr(Acting, "__call__", watched)
     module.main(module.Args(**SETTINGS[script] | settings, cuda=False, run_dir=str(tmp_path / "run")))
-    assert (len(calls) == len(derived)) == all(derived)  # the network is called for comparisons alone, or acts
     return derived
 
 
-RUNS = [("ppo_ddp.py", "none"), ("ppo_ddp.py", "none, Box"), ("ppo_ddp.py", "residual"), ("ppo_ddp.py", "branch")]
-RUNS += [("ppg_ddp.py", "none"), ("ppg_ddp.py", "spectral norm"), ("dqn_ddp.py", "none"), ("dqn_ddp.py", "dueling")]
-RUNS += [("dqn_ddp.py", "dropout"), ("sac_ddp.py", "none"), ("sac_ddp.py", "layer norm"), ("sac_ddp.py", "softsign")]
+RUNS = [("ppo_ddp.py", "none, Box"), ("ppo_ddp.py", "branch"), ("ppg_ddp.py", "none"), ("ppg_ddp.py", "spectral norm")]
+RUNS += [("dqn_ddp.py", "dueling"), ("dqn_ddp.py", "dropout"), ("sac_ddp.py", "layer norm"), ("sac_ddp.py", "branch")]
 
 
 @pytest.mark.parametrize("script, edit", RUNS)
@@ -169,27 +169,27 @@ def test_a_run_of_an_edited_network_ends_well(script, edit, tmp_path, monkeypatc
     """And it says once, in one line, if the network itself acts."""
     edits, settings, *reason = EDITS[script][edit]
     derived = train(tmp_path, script, edits, settings, monkeypatch)
-    assert len(derived) >= 3 and set(derived) == {not reason}
+    assert len(derived) >= 3 * PERIOD and set(derived) == {not reason}
     assert capfd.readouterr().out.count("acts by torch") == len(reason)
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") >= 3
 
 
-ROLLOUT = "        rollout_start = time.perf_counter()\n", 1.5, "agent.trunk"  # a line of the loop, a factor, a module
+# a line of the loop, a factor, and the module whose attribute changes by it
 COLLECT = "        update_start = time.perf_counter()\n", 1.001
-LOOPS = {"ppo_ddp.py": ROLLOUT, "ppg_ddp.py": ROLLOUT}
+LOOPS = {"ppo_ddp.py": ("        rollout_start = time.perf_counter()\n", 1.5, "agent.trunk")}
 LOOPS |= {"dqn_ddp.py": (*COLLECT, "q_network.trunk"), "sac_ddp.py": (*COLLECT, "actor")}
 
 
 @pytest.mark.parametrize("script", LOOPS)
-def test_a_number_that_changes_elsewhere_ends_the_run(script, tmp_path, monkeypatch):
-    """A global that the loop changes: the translation has the old one, which a comparison finds; rows stay."""
+def test_a_number_that_changes_elsewhere_is_found(script, tmp_path, monkeypatch, capfd):
+    """A global that the loop changes: the translation has the old one, until a comparison; then the network acts."""
     line, factor, _ = LOOPS[script]
     edits = [("# ALGO LOGIC: networks\n", "SCALE = [1.0]\n"), ("self.layers(obs", "self.layers(SCALE[0] * obs")]
     edits += [(line, f"{line}        SCALE[0] *= {factor}\n")]
-    said = r"^\w+\.forward differs from its translation, by .*: keep each number that it reads and that changes in an "
-    with pytest.raises(Fault, match=f"{said}attribute of its module.$"):
-        train(tmp_path, script, edits, {}, monkeypatch)
-    assert 1 <= (tmp_path / "run" / "metrics.csv").read_text().count("\n") - 1 < 12
+    derived = train(tmp_path, script, edits, {}, monkeypatch)
+    found = derived.index(False)
+    assert found % PERIOD == 0 and not any(derived[found:])
+    assert capfd.readouterr().out.count("its translation gives other numbers") == 1
 
 
 @pytest.mark.parametrize("script", LOOPS)
@@ -202,19 +202,10 @@ def test_an_attribute_that_changes_is_followed(script, tmp_path, monkeypatch):
 
 ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in the same order
     "Args.__post_init__": [],
-    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk(obs_space, network)"],
-    "Agent.value": ["return self.critic(features if self.value_trunk is None else self.value_trunk(obs)).squeeze(-1)"],
-    "collect": [  # PPG's observations are those of a whole phase
-        "obs = envs.storage(*shape)",
-        "rollouts.append(Rollout(*seen, *arrays, next_obs[part], finals))",
-        "while True:",
-    ],
-    "main": [],
-    "train": [
-        "if run.boundary(iteration * batch_size, act):",
-        "options = {'gradient_as_bucket_view': run.device.type == 'cpu', 'static_graph': True}",
-        "parts = rollouts = batches = None",
-    ],
+    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk("],
+    "Agent.value": ["return self.critic(features if self.value_trunk is None else"],
+    "collect": ["obs = envs.storage(", "rollout = Rollout(", "while True:"],  # PPG's observations are a whole phase's
+    "train": ["if run.evaluate_and_checkpoint("],
 }
 
 
@@ -242,15 +233,16 @@ def test_what_ppo_and_ppg_define_alike_is_alike():
     assert {name for name in ppo if ppo[name] != ppg[name]} == set(ONLY_PPO)
     for name, only in ONLY_PPO.items():
         lines = difflib.ndiff(ppo[name].split("\n"), ppg[name].split("\n"))
-        assert sorted(line[2:].strip() for line in lines if line.startswith("- ")) == only
+        lacking = sorted(line[2:].strip() for line in lines if line.startswith("- "))
+        assert len(lacking) == len(only) and all(map(str.startswith, lacking, only)), lacking
 
 
 @pytest.mark.parametrize(
     "left_out, lacking", [("optimizer=optimizer, ", "its optimiser"), ("agent=agent, ", "its module")]
 )
-def test_what_is_trained_and_not_kept_is_refused(left_out, lacking, tmp_path):
+def test_what_is_trained_and_not_registered_is_refused(left_out, lacking, tmp_path):
     """A resumed run would start it anew."""
     module = edited_module(tmp_path, "ppo_ddp.py", [(left_out, "")])
-    with pytest.raises(BadInput, match=f"^run.keep: agent.*weight is trained, but {lacking} is not kept"):
+    said = f"^run.register: agent.*weight is trained, but {lacking} is not registered.$"
+    with pytest.raises(BadInput, match=said):
         module.main(module.Args(**ACTOR_CRITIC, cuda=False, run_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run").exists()

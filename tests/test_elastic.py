@@ -1,76 +1,27 @@
-"""Restarts: launchers that come and go, the name of an attempt, and wandb over stops."""
+"""Restarts: nodes that come and go, and wandb over stops."""
 
 import csv
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-import torch.distributed as dist
 
 from chaos import assert_same
-from common.distributed import attempt_name
 from elastic import ELASTIC, elastic, two_namespaces
-from runs import PATIENCE, ROOT, Run, edited, finish, start, wait_until
+from runs import PATIENCE, ROOT, Run, edited, finish, free_port, start, wait_until
 from test_output import wandb_history, wandb_records
 
 
-def names(store, world_size, late=0.0):
-    """What each rank of an attempt takes as its name; None for one that does not come to any."""
-    found = [None] * world_size
-
-    def join(rank):
-        try:
-            found[rank] = attempt_name(store, rank, world_size, time.monotonic() + 5.0)
-        except TimeoutError:
-            pass
-
-    ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(world_size)]
-    for rank in ranks:
-        rank.start()
-        rank.join(late)
-    for rank in ranks:
-        rank.join()
-    return found
-
-
-@pytest.mark.parametrize("late", [0.0, 0.3], ids=["at once", "one after another"])
-def test_an_attempt_has_a_name_that_no_other_had(late):
-    """In one store: all ranks of an attempt agree, also after one that died while it called, and at another size."""
-    store, seen = dist.HashStore(), set()
-    for world_size in (3, 3, 1, 2, 4):
-        for rank in range(world_size):  # of one that was killed before it had its answer
-            store.set(f"call/{rank}", "dead")
-        (name,) = set(names(store, world_size, late))
-        assert name is not None and name not in seen
-        seen.add(name)
-
-
-def test_ranks_that_do_not_meet_say_so():
-    """A rank alone ends at its deadline: rank 0 without the others, and another without rank 0."""
-    store = dist.HashStore()
-    with pytest.raises(TimeoutError, match="rank 0: no call/1"):
-        attempt_name(store, 0, 2, time.monotonic() + 0.2)
-    with pytest.raises(TimeoutError, match="rank 1: no answer"):
-        attempt_name(store, 1, 2, time.monotonic() + 0.2)
-    with pytest.raises(TimeoutError, match="rank 0: no"):  # the one that called is gone
-        attempt_name(store, 0, 2, time.monotonic() + 0.2)
-
-
 def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
-    """After --timeout, in one line; nothing is left of it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "0", "WORLD_SIZE": "2"}
-    run = finish(start("ppo_ddp.py", 1, f"--timeout 20 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
-    assert run.code == 1 and "error: the ranks did not meet within --timeout 20 seconds; " in run.err, run.err
-    assert "Traceback" not in run.err and not run.dir.exists()
+    """Before --timeout ends it, and in torch's own words."""
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "2"}
+    run = finish(start("ppo_ddp.py", 1, f"--timeout 10 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
+    assert run.code == 1 and "waiting for clients. 1/2 clients joined." in run.err, run.err
 
 
 TRACKED = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --checkpoint-every 512 --track --resume"
@@ -92,7 +43,6 @@ def test_wandb_offline_goes_on_as_the_same_run(tmp_path):
 
 STUB = """
 import json, os
-from types import SimpleNamespace
 
 
 class Artifact:
@@ -118,10 +68,6 @@ def note(what):
         file.write(json.dumps(what, default=str) + "\\n")
 
 
-def setup():
-    return SimpleNamespace(settings=SimpleNamespace(mode="online"))
-
-
 def Settings(**settings):
     return settings
 
@@ -141,7 +87,7 @@ def test_wandb_is_sent_what_it_lacks(there, tmp_path):
     fault = {"LOCKSTEP_FAULT": "kill@0@33", "THERE": "0"}
     assert finish(start("ppo_ddp.py", 1, flags, launched=True, **fault, **env), tmp_path / "run").code == -9
     numbers = [json.loads(line)[0] for line in sent.read_text().splitlines()]
-    assert numbers in ([None, *range(7)], [None, *range(8)])  # a thread sends: it may have been killed before the last
+    assert numbers == [None, *range(8)]
     sent.unlink()
     done = finish(start("ppo_ddp.py", 1, flags, THERE=str(there), **env), tmp_path / "run")
     assert done.code == 0 and "going on from" in done.out, done.err
@@ -202,12 +148,13 @@ if [ "$1" = requeue ]; then echo "$2" > "$FAKE/requeued"; kill $(cat "$FAKE/step
 def test_slurm_requeues_the_script_of_the_docs(tmp_path):
     """The script as it stands, but for its sizes, with a fake srun and scontrol: ended before its time limit while both
     nodes train, then on one node to the end; the bytes are those of one process that nobody ended."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     flags = "--num-steps 32 --total-timesteps 4096 --eval-every 0 --save-model"
     script, run_dir = block_of("resume.md", "scontrol requeue"), tmp_path / "run"
-    sizes = {"--nproc_per_node=4": "--nproc_per_node=1", "29400": str(port), "--num-envs 64": f"--num-envs 8 {flags}"}
+    sizes = {
+        "--nproc_per_node=4": "--nproc_per_node=1",
+        "29400": str(free_port()),
+        "--num-envs 64": f"--num-envs 8 {flags}",
+    }
     sizes |= {"1000000": "512", "runs/a": str(run_dir), "ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py"}
     script = edited("docs/resume.md", script, *sizes.items())
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "script": script}.items():

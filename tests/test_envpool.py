@@ -249,20 +249,6 @@ def test_options_of_ones_own_may_have_any_name():
     envs.close()
 
 
-@PROCGEN
-def test_options_that_end_the_process_are_refused():
-    with pytest.raises(
-        BadInput, match='--env-kwargs {"distribution_mode": 99}: .*StarpilotEasy-v0 does not run so here'
-    ):
-        make_envs("envpool/StarpilotEasy-v0", 1, TRAINING, [0], SPACES, env_kwargs='{"distribution_mode": 99}')
-
-
-@PROCGEN
-def test_a_limit_of_steps_that_procgen_ignores_is_refused():
-    with pytest.raises(BadInput, match="^--env-kwargs .*CoinrunEasy-v0 .*: it ignores max_episode_steps; leave"):
-        make_envs("envpool/CoinrunEasy-v0", 1, TRAINING, [0], SPACES, env_kwargs='{"max_episode_steps": 60}')
-
-
 @pytest.mark.parametrize("task", ["CartPole-v1", "Breakout-v5", "HalfCheetah-v5", "CheetahRun-v1", "LunarLander-v3"])
 def test_a_limit_of_steps_that_a_simulator_heeds_is_taken(task):
     envs = make_envs(f"envpool/{task}", 1, TRAINING, [0], SPACES, env_kwargs='{"max_episode_steps": 3}')
@@ -291,28 +277,22 @@ REFUSED = {
     (
         "envpool/FrozenLake-v1",
         "{}",
-    ): r"--env-id envpool/FrozenLake-v1: observation space Discrete\(16\) is not a vector",
+    ): r"--env-id envpool/FrozenLake-v1: observation space Discrete\(16\): must be a vector",
     (
         "envpool/CartPole-v1",
         '{"gravity": 1}',
-    ): r'--env-kwargs {"gravity": 1}: .* unexpected keyword argument .gravity.$',
+    ): r'--env-kwargs {"gravity": 1}: .* unexpected keyword argument.* .gravity.$',
     (
         "envpool/Breakout-v5",
         '{"stack_num": 1.5}',
-    ): r"--env-kwargs .*: .*stack_num 1.5: must be such as 4",
-    (
-        "envpool/CliffWalking-v1",
-        '{"max_episode_steps": 9}',
-    ): "--env-kwargs .*: it ignores max_episode_steps; leave that",
-    ("envpool/Highway-v0", '{"max_episode_steps": 9}'): "--env-kwargs .*: it ignores max_episode_steps; leave that out",
-    ("envpool/CartPole-v1", '{"max_episode_steps": 0}'): "--env-kwargs .*: max_episode_steps 0: must be at least 1",
-    ("envpool/Breakout-v5", '{"img_height": 2}'): "--env-id envpool/Breakout-v5 --env-kwargs .*smaller than 3 x 3",
+    ): r"--env-kwargs .*: TypeError: ",
+    ("envpool/Breakout-v5", '{"img_height": 2}'): "--env-id envpool/Breakout-v5 --env-kwargs .*3-D Box, at least 3 x 3",
     ("ALE/Pong-v5", '{"game": "breakout"}'): "--env-kwargs .*: game is not to be set here",
     ("envpool/Sudoku-v0", "{}"): "--env-id envpool/Sudoku-v0: EnvPool cannot make Sudoku-v0: ",
     ("envpool/Breakout-v5", '{"episodic_life": true}'): "--env-kwargs .*: episodic_life is not to be set here",
-    ("envpool/Hopper-v5", '{"xml_file": "no.xml"}'): "--env-kwargs .*no.xml",
+    ("envpool/Hopper-v5", '{"xml_file": "no.xml"}'): "--env-id envpool/Hopper-v5 --env-kwargs .*no.xml",
     ("CartPole-v1", '{"gravity": 1}'): "--env-kwargs .*unexpected keyword argument 'gravity'",
-    ("CartPole-v1", '{"num_envs": 1}'): "--env-kwargs .*: num_envs is not to be set here; leave it out",
+    ("CartPole-v1", '{"num_envs": 1}'): "--env-kwargs .* multiple values for .*'num_envs'",
     ("Hopper-v5", '{"max_episode_steps": "a"}'): "--env-kwargs .*max_episode_steps",
     ("ALE/Pong-v5", '{"gravity": 1}'): "--env-kwargs .*unexpected keyword argument 'gravity'",
 }
@@ -342,14 +322,9 @@ def test_what_is_missing_is_said(monkeypatch):
 
 
 def test_films(tmp_path):
-    """Of what EnvPool draws by itself; of MuJoCo it needs OpenGL, without which it ends the process: not the run's."""
     flags = "--num-envs 4 --num-steps 32 --total-timesteps 256 --eval-every 256 --eval-episodes 1 --capture-video"
     filmed = run("ppo_ddp.py", 1, f"--env-id envpool/CartPole-v1 {flags}", tmp_path / "cartpole", "float32")
     assert sorted(path.name for path in (filmed.dir / "videos").iterdir()) == ["0.mp4", "256.mp4"]
-    env = {"DISPLAY": "", "MUJOCO_GL": "egl"}
-    mujoco = run("ppo_ddp.py", 1, f"--env-id envpool/InvertedPendulum-v5 {flags}", tmp_path / "mujoco", **env)
-    if not (mujoco.dir / "videos" / "0.mp4").exists():
-        assert mujoco.out.count("no films (ValueError: EnvPool's InvertedPendulum-v5 does not run so here: ") == 1
 
 
 # --network impala

@@ -1,17 +1,17 @@
-"""common.onefile: a script and what it uses of common/ as one file, which does the same alone."""
+"""tools/onefile.py: a script and what it uses of common/ as one file, which does the same alone."""
 
+import math
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import common.onefile
-from common.errors import BadInput
-from common.onefile import one_file
 from runs import ROOT, edited, finish, flat, run, start
+from tools.onefile import one_file
 
 CASES = {
     "ppo_ddp.py": (
@@ -24,9 +24,12 @@ CASES = {
 }
 
 
-def made(script: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "common.onefile", script, str(folder / "mine.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def onefile(*words: str | Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "tools/onefile.py", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def made(script: str, folder: Path, *words: str) -> Path:
+    done = onefile(script, folder / "mine.py", *words)
     assert done.returncode == 0 and done.stdout.startswith(f"{folder / 'mine.py'}: "), done.stderr
     return folder / "mine.py"
 
@@ -59,12 +62,10 @@ def test_one_file_gives_the_scripts_bytes(script, tmp_path):
     asked = tomllib.loads("\n".join(line.removeprefix("# ") for line in lines[1:end]))["dependencies"]
     needed = (ROOT / "requirements.txt").read_text().split("\n#")[0].splitlines()
     assert asked == needed and lines[0] == "# /// script"
-    rows = dict(line.split()[1:][::-1] for line in lines[end + 2 : lines.index("", end + 2)] if line[-1] != ":")
-    assert {"Args", "main", "train", "common/errors.py", "common/run/loop.py"} <= rows.keys()
-    for name, number in rows.items():
-        line = lines[int(number) - 1]
-        assert line == f"# FROM {name}" if "/" in name else line.startswith((f"class {name}", f"def {name}("))
-    assert "from common" not in text and "import common" not in text and "# FROM common/onefile.py" not in text
+    files = [line.removeprefix("# FROM ") for line in lines if line.startswith("# FROM ")]
+    assert len(set(files)) == len(files) and files[-1] == script
+    assert {"common/errors.py", "common/pool.py", "common/run/loop.py"} <= set(files)
+    assert "from common" not in text and "import common" not in text
     assert ("class ReplayBuffer" in text) == (script in ("dqn_ddp.py", "sac_ddp.py"))
     assert ("class RunningMoments" in text) == (script in ("ppo_ddp.py", "ppg_ddp.py"))
     assert (ROOT / script).read_text().split("\n\n\n", 1)[1] in text, "the script's own part is not as it stands"
@@ -86,77 +87,142 @@ def test_one_file_speaks_as_the_script_does(tmp_path):
     assert wrong.code == 2 and "--num-steps 30: must be a multiple of" in wrong.err and not (tmp_path / "runs").exists()
 
 
-def test_it_overwrites_nothing_and_names_clashes(tmp_path):
+def test_a_file_that_is_left_out_is_refused_by_the_copy_in_one_line(tmp_path):
+    """Its packages and code are gone; all else runs."""
+    path = made("ppo_ddp.py", tmp_path, "--without", "pool")
+    assert "# FROM common/pool.py" not in path.read_text() and "difflib" not in path.read_text()
+    refused = finish(start(path, 1, "--env-id envpool/CartPole-v1", cwd=tmp_path, PYTHONPATH=""), tmp_path)
+    needed = "common.pool is left out of this file; make it anew with tools/onefile.py."
+    assert refused.code == 2 and refused.err == f"error: --env-id envpool/CartPole-v1: {needed}\n"
+    flags = "--total-timesteps 512 --eval-every 0 --run-dir run"
+    assert finish(start(path, 1, flags, cwd=tmp_path, PYTHONPATH=""), tmp_path / "run").code == 0
+    kept = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", "acting")
+    assert kept.returncode == 2 and "--without acting: it must stay, since ppo_ddp.py imports it" in kept.stderr
+    unknown = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", "nothing")
+    assert unknown.returncode == 2 and "--without nothing: no file of that name" in unknown.stderr
+
+
+SCRIPT = """import math
+from common.errors import BadInput
+from common.shapes import Square
+
+
+def main(args):
+    if args.use_circles:
+        from common.circles import (
+            Circle,
+            unit,
+        )
+
+        return Circle(unit)
+    return Square(math.pi)
+"""
+SHAPES = """import math
+
+
+class Shape:
+    def __init__(self, size):
+        self.size = size * math.e
+
+
+class Square(Shape):
+    def circle(self):
+        from common.circles import Circle
+        return Circle(self.size)
+"""
+CIRCLES = """from common.shapes import Shape
+
+unit = 1.0
+
+
+class Circle(Shape):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A user's own script beside a `common/` of their own."""
+    (tmp_path / "common").mkdir()
+    files = {"script.py": SCRIPT, "common/shapes.py": SHAPES, "common/circles.py": CIRCLES}
+    files["common/errors.py"] = "class BadInput(ValueError):\n    pass\n"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_imports_inside_functions_are_followed(own):
+    """Also where two files need each other; each stands after those that it needs at its top, and once."""
+    text = one_file(own / "script.py", "mine.py")
+    names = [line for line in text.splitlines() if line.startswith("# FROM ")]
+    assert names == [f"# FROM {x}" for x in ("common/errors.py", "common/shapes.py", "common/circles.py", "script.py")]
+    assert "from common" not in text and text.count("import math") == 1
+    made = {}
+    exec(text, made)
+    circle = made["main"](SimpleNamespace(use_circles=True))
+    assert type(circle).__name__ == "Circle" and circle.size == math.e
+    assert type(made["main"](SimpleNamespace(use_circles=False)).circle()).__name__ == "Circle"
+
+
+def test_the_error_for_what_is_left_out_names_the_flag(own):
+    made = {}
+    exec(one_file(own / "script.py", "mine.py", ["circles"]), made)
+    made["main"](SimpleNamespace(use_circles=False))
+    with pytest.raises(ValueError, match="^--use-circles: common.circles is left out of this file; make it anew with"):
+        made["main"](SimpleNamespace(use_circles=True))
+
+
+def test_it_overwrites_nothing(tmp_path):
     path = made("ppo_ddp.py", tmp_path)
     before = path.read_bytes()
-    command = [sys.executable, "-m", "common.onefile", "ppo_ddp.py", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and f"TARGET {path}: is there already; name a new file." in done.stderr
+    done = onefile("ppo_ddp.py", path)
+    assert done.returncode == 2 and f"{path} is there already; name a new file." in done.stderr
     assert path.read_bytes() == before
-    script = tmp_path / "edited.py"
-    script.write_text(changed(("class PPOLoss", "def environment_seeds():\n    pass\n\n\nclass PPOLoss")))
-    with pytest.raises(BadInput, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
-        one_file(script, "mine.py")
-    for import_, said in REFUSED.items():
-        script.write_text(changed(("from common.encoders import Pixels, image_encoder\n", f"{import_}\n")))
-        with pytest.raises(BadInput, match=said):
-            one_file(script, "mine.py")
+    assert onefile("nothing.py", tmp_path / "new.py").returncode == 2
 
 
-ONE_BY_ONE = r"edited\.py, line \d+: import names from common's files one by one"
+FORM = r"edited\.py, line \d+: import names from common's files, each by its own name"
 REFUSED = {
-    "from common.distributed import World as c": ONE_BY_ONE,
-    "import common.distributed": ONE_BY_ONE,
-    "from common import distributed": ONE_BY_ONE,
-    "def f():\n    from common.distributed import World": ONE_BY_ONE,
-    "from math import *": r"edited\.py, line \d+: import names one by one, from modules by their full names",
-    "from common.acting import Pixels": r"Pixels is not made in .*acting\.py; import it from where it is",
+    "from common.distributed import World as c": FORM,
+    "import common.distributed": FORM,
+    "from common import distributed": FORM,
+    "from .common import x": FORM,
+    "from common.distributed import *": FORM,
+    "def f():\n    import common.distributed": FORM,
     "x = 1\nfrom common.distributed import World": r"edited\.py, line \d+: stands before an import",
+    "from math import pi as World": r"^names clash: World is in .*edited\.py and, as another, in .*distributed\.py",
 }
 
 
-@pytest.mark.parametrize("place", ["helper.py", "helper/__init__.py", "helper/nets.py"])
-def test_a_module_beside_the_script_is_refused(place, tmp_path, monkeypatch):
-    """By its name, wherever it is imported; a folder that wandb makes is none, and nothing of common/ is."""
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / place).parent.mkdir(exist_ok=True)
-    (tmp_path / place).write_text("class Swish:\n    pass\n")
-    script, module = tmp_path / "edited.py", "helper.nets" if "nets" in place else "helper"
-    said = r"edited\.py, line \d+: the module helper stands beside the script, and the new file would still need it\."
-    for import_ in (f"from {module} import Swish", f"import {module}", f"def f():\n    import {module} as h"):
-        script.write_text(changed(("import numpy as np\n", f"import numpy as np\n{import_}\n")))
-        with pytest.raises(BadInput, match=said):
-            one_file(script, "mine.py")
-    script.write_text(changed(("import numpy as np\n", "import numpy as np\nimport wandb\n")))
-    assert "\nimport wandb\n" in one_file(script, "mine.py")
-    shutil.copytree(common.onefile.COMMON, tmp_path / "common")
-    monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
-    with open(tmp_path / "common" / "run" / "loop.py", "a") as file:
-        file.write(f"\n\ndef f():\n    import {module}\n")
-    with pytest.raises(BadInput, match=said.replace("edited", "loop")):
+@pytest.mark.parametrize("import_", REFUSED)
+def test_what_cannot_be_one_file_is_refused(import_, tmp_path):
+    script = tmp_path / "edited.py"
+    script.write_text(changed(("from common.encoders import Pixels, image_encoder\n", f"{import_}\n")))
+    with pytest.raises(ValueError, match=REFUSED[import_]):
         one_file(script, "mine.py")
 
 
-def test_what_a_script_does_when_imported_stays(tmp_path, monkeypatch):
+def test_names_that_clash_are_named(tmp_path):
+    script = tmp_path / "edited.py"
+    script.write_text(changed(("class PPOLoss", "def environment_seeds():\n    pass\n\n\nclass PPOLoss")))
+    with pytest.raises(ValueError, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
+        one_file(script, "mine.py")
+
+
+def test_what_a_script_does_when_imported_stays(tmp_path):
     """Imports for what they do, settings made at the top, a name made in a block, modules of one package.
 
     And what a file of `common/` does, of which the script takes something else.
     """
-    shutil.copytree(common.onefile.COMMON, tmp_path / "common")
+    shutil.copytree(ROOT / "common", tmp_path / "common")
     with open(tmp_path / "common" / "run" / "loop.py", "a") as file:
         file.write("\n\nif crossed(2, 1, 2):\n    SETTING = 1\n")
-    monkeypatch.setattr(common.onefile, "COMMON", tmp_path / "common")
     added = 'os.environ["A"] = "1"\ntry:\n    import numba\nexcept ImportError:\n    numba = None\n\n\n@dataclass'
     imports = "import my_envs  # noqa: F401\nimport os\nimport torch.nn.functional\nimport torch\n"
     script = tmp_path / "edited.py"
     script.write_text(changed(("\nimport torch\n", f"\n{imports}"), ("\n@dataclass", f"\n{added}")))
-    made_of = one_file(script, "mine.py")
-    for line in (
-        "import my_envs",
-        "import torch.nn.functional",
-        'os.environ["A"] = "1"',
-        "    numba = None",
-        "    SETTING = 1",
-    ):
-        assert made_of.count(f"\n{line}\n") == 1, line
-    compile(made_of, "mine.py", "exec")
+    text = one_file(script, "mine.py")
+    lines = ("import my_envs", "import torch.nn.functional", 'os.environ["A"] = "1"', "    numba = None")
+    for line in (*lines, "    SETTING = 1"):
+        assert text.count(f"\n{line}\n") == 1, line
+    compile(text, "mine.py", "exec")

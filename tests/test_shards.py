@@ -1,6 +1,8 @@
 """`--shards`: the same bytes, in float32, at any number of processes."""
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -9,16 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppo_ddp
 from common.distributed import World
-from common.errors import BadInput
+from common.errors import BadInput, Fault
 from common.normalization import RunningMoments, standardized
 from common.replay import BLOCK, ReplayBuffer
-from common.shards import average_over_shards, per_shard, sum_over_ranks, tree_sum
+from common.shards import Gradients, per_shard, sum_over_ranks, tree_sum
 from common.tensors import to_tensor
-from runs import finish, run, start
+from runs import finish, fork, run, start
 
 PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 PPO += " --eval-episodes 6"
@@ -41,7 +44,7 @@ CASES = {
     ),
     "ppo none": ("ppo_ddp.py", 4, f"{PPO} --norm-adv none --no-norm-reward", (1, 2)),
     "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 1024 --compile", (1, 2)),
-    "ppo minatar": ("ppo_ddp.py", 2, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
+    "ppo minatar": ("ppo_ddp.py", 4, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
     "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 8 --total-timesteps 64 --update-epochs 2", (1, 2)),
     "ppg": ("ppg_ddp.py", 4, PPG, (1, 2, 4)),
     "ppg box": ("ppg_ddp.py", 2, f"{PPG} --env-id Pendulum-v1", (1, 2)),
@@ -53,7 +56,7 @@ CASES = {
     ),
     "dqn": ("dqn_ddp.py", 4, DQN, (1, 2, 4)),
     "dqn prioritized": ("dqn_ddp.py", 4, f"{DQN} --prioritized --n-step 3 --double-q --dueling", (1, 2)),
-    "dqn minatar": ("dqn_ddp.py", 2, f"{MINATAR} --total-timesteps 1200 --learning-starts 800 --prioritized", (1, 2)),
+    "dqn minatar": ("dqn_ddp.py", 4, f"{MINATAR} --total-timesteps 1200 --learning-starts 800 --prioritized", (1, 2)),
     "dqn pong": (
         *("dqn_ddp.py", 2),
         f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200",
@@ -177,10 +180,94 @@ def test_a_module_that_each_process_would_have_otherwise_is_refused_by_name(modu
     """With --shards or on several processes; not where it does nothing (`eval`), nor on one process without."""
     loss = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
     with pytest.raises(BadInput, match=r"^1\.0.*: \w+ (draws|keeps|changes)"):
-        average_over_shards(loss, World(False, 2))
-    average_over_shards(loss, World(False))
+        Gradients(World(False, 2)).add_loss(loss)
+    Gradients(World(False)).add_loss(loss)
     module.eval()
-    average_over_shards(loss, World(False, 2))
+    Gradients(World(False, 2)).add_loss(loss)
+
+
+class Loss(nn.Module):
+    """Of random sizes: one layer frozen, one used twice, one whose weights lie channels-last in memory."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__()
+        width = int(rng.integers(2, 40))
+        self.inner = nn.Linear(width, width)
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, width), nn.Tanh(), self.inner)
+        self.layers.to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = (self.scale * self.inner(self.frozen(self.layers(x)).relu())).square().mean()
+        return loss, {"loss": loss.detach()}
+
+
+def gradients_of_losses(world: World) -> None:
+    """Three backward passes each; gradients are bit for bit the tree's sum of each shard's, over their number."""
+    gradients = Gradients(world)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        loss = Loss(rng)
+        trained = [p for p in loss.parameters() if p.requires_grad]
+        wrapped = DDP(loss, bucket_cap_mb=0.001, gradient_as_bucket_view=seed % 2 == 0) if world.uses_ddp else loss
+        gradients.add_loss(wrapped)
+        for _ in range(3):
+            batches = [torch.from_numpy(rng.normal(size=(5, 3, 6, 6)).astype("f")) for _ in range(4)]
+            shards = [torch.autograd.grad(loss(x)[0], trained) for x in batches]
+            losses = [loss(x)[0].item() for x in batches]
+            loss.zero_grad()
+            stats = gradients.backward(wrapped, [batches[shard] for shard in world.shards])
+            assert [x["loss"].item() for x in stats] == [losses[shard] for shard in world.shards]
+            for p, *parts in zip(trained, *shards, strict=True):
+                assert p.grad.equal(((parts[0] + parts[1]) + (parts[2] + parts[3])) / 4)
+                torch.testing.assert_close(p.grad, torch.stack(parts).mean(0))
+            with torch.no_grad():
+                torch._foreach_sub_(trained, [p.grad for p in trained])
+
+
+def shard_gradients(shared_memory: bool) -> None:
+    """In a process group; nothing keeps a DDP module, since gloo may abort if one outlives the group."""
+    torch.set_num_threads(1)
+    world = World(False, 4)
+    with world.process_group(60, shared_memory):
+        gradients_of_losses(world)
+        gc.collect()
+        assert not [x for x in gc.get_objects() if type(x) is DDP]
+
+
+@pytest.mark.parametrize("world_size, shared_memory", [(1, True), (2, True), (2, False), (4, True)])
+def test_gradients_are_means_over_shards_added_along_a_tree(world_size, shared_memory, tmp_path):
+    """Of 4 shards, through shared memory and through sockets: bit for bit the same on any number of processes."""
+    fork(shard_gradients, (shared_memory,), world_size, tmp_path / "out", {})
+
+
+def test_losses_are_kept_by_nobody():
+    gradients = Gradients(World(False, 2))
+    loss = Loss(np.random.default_rng(0))
+    gradients.add_loss(loss)
+    gone = weakref.ref(loss)
+    gradients.backward(loss, [torch.zeros(1, 3, 6, 6)] * 2)
+    del loss
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_parameter_that_one_shard_alone_uses_is_refused():
+    """On one process, as DDP does on several."""
+    loss = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    loss.forward = lambda x, both: (loss[0](x).sum() + (loss[1](x).sum() if both else 0.0), {})
+    gradients = Gradients(World(False, 2))
+    gradients.add_loss(loss)
+    for used in ([True, True], [False, False], [True, False], [False, True]):
+        loss.zero_grad()
+        if used[0] == used[1]:
+            gradients.backward(loss, [torch.ones(3, 2)] * 2, used)
+        else:
+            with pytest.raises(Fault, match="^a loss uses a parameter for one shard and not for another"):
+                gradients.backward(loss, [torch.ones(3, 2)] * 2, used)
+            gradients.earlier.clear()
 
 
 def test_draws_from_the_default_generator_are_told_once(tmp_path, monkeypatch, capfd):
@@ -209,7 +296,8 @@ def test_a_rank_of_eight_exchanges_with_its_neighbours_at_growing_distances(monk
 
 def test_sums_are_those_of_a_tree():
     parts = [torch.tensor(x) for x in (1.0, 1e8, -1e8, 1.0)]
-    assert tree_sum(parts).item() == (np.float32(1) + np.float32(1e8)) + (np.float32(-1e8) + np.float32(1))
+    [total] = tree_sum([[x] for x in parts])
+    assert total.item() == (np.float32(1) + np.float32(1e8)) + (np.float32(-1e8) + np.float32(1))
     assert math.isclose(sum(float(x) for x in parts), 2.0)
 
 

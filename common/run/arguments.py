@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import json
 import math
 import sys
@@ -19,7 +17,7 @@ from common.errors import BadInput, flag, require, require_divisible
 
 
 class Range(NamedTuple):
-    """`valid` tells whether a value may stand (False for NaN), `needed` says what may."""
+    """`valid` is True for the values of a flag that are possible (False for NaN), `needed` describes them."""
 
     valid: Callable[[Any], bool]
     needed: str
@@ -55,9 +53,9 @@ GROUPS = {
     "run": "resume cuda compile num_threads vectorization check_sync_every shared_memory timeout",
     "output": "run_dir save_model log_every track wandb_project_name wandb_entity tensorboard",
 }
-# a run that goes on may change these: they change no number and no row (--cuda changes roundings, and that is printed)
-FREE = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard", "capture_video"}
-FREE |= {"save_model", "check_sync_every", "timeout", "cuda", "shared_memory"}
+# these change no number and no row (--cuda changes roundings, and that is printed)
+MAY_CHANGE_ON_RESUME = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard"}
+MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "check_sync_every", "timeout", "cuda", "shared_memory"}
 
 
 @dataclass
@@ -74,7 +72,7 @@ class RunArgs:
     checkpoint_every: Period = 0
     """write a checkpoint, and end all episodes, at each multiple of this many transitions (all ranks); 0: never"""
     load_model: str | None = None
-    """start from a model.pt: its networks, normalisers and environment; --total-timesteps 0: evaluate it and end"""
+    """start from a model.pt, its networks and normalisers; --total-timesteps 0: evaluate it and end"""
 
     # evaluation
     eval_every: Period = 50_000
@@ -126,8 +124,11 @@ class RunArgs:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             for annotated in (hint, *get_args(hint)):  # itself, or in a union with None
-                for valid, needed in (x for x in getattr(annotated, "__metadata__", ()) if isinstance(x, Range)):
-                    require(value is None or valid(value), flag(name), value, needed)
+                for x in getattr(annotated, "__metadata__", ()):
+                    if isinstance(x, Range) and value is not None:
+                        self.require(x.valid(value), name, x.needed)
+        for name in ("num_envs", "eval_episodes"):  # each of them is an environment
+            self.require(getattr(self, name) <= 100_000, name, "at most 100,000")
         if self.stop_at_return is not None:
             self.require(self.eval_every > 0, "eval_every", "at least 1 with --stop-at-return")
         if self.capture_video:
@@ -170,37 +171,28 @@ def next_multiple(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor
 
 
-def parse(args: type[RunArgs], words: list[str] | None = None) -> RunArgs:
-    """The command line, or `words`, as an instance of `args`.
+def parse(args_type: type[RunArgs], words: list[str] | None = None) -> RunArgs:
+    """The command line, or `words`, as an instance of `args_type`; --help shows its flags under the titles of `GROUPS`.
 
-    Raises `BadInput` where a switch is given a value.
+    Raises `BadInput` for a switch that is given a value.
     """
     words = sys.argv[1:] if words is None else words
-    switches = {flag(field.name) for field in dataclasses.fields(args) if field.type in (bool, "bool")}
-    for word, following in pairwise([*words, "-"]):
-        name, joined, value = word.partition("=")
+    fields = dataclasses.fields(args_type)
+    switches = {flag(field.name) for field in fields if field.type in (bool, "bool")}
+    for name, value in pairwise(part for word in words for part in word.split("=", 1)):
         switch = name.replace("_", "-").replace("--no-", "--")
-        if switch in switches and (joined or not following.startswith("-")):
-            raise BadInput(f"{name} {value or following}: takes no value; write {switch} or --no-{switch[2:]}.")
-    types, texts = get_type_hints(args, include_extras=True), help_texts(args)
-    fields = {field.name: field.default for field in dataclasses.fields(args)}
-    groups = {title: [name for name in names.split() if name in fields] for title, names in GROUPS.items()}
-    groups["algorithm"] = [name for name in fields if name not in sum(groups.values(), [])]
-    nested = []  # tyro shows a nested dataclass as a group of its own
+        if switch in switches and not value.startswith("-"):
+            raise BadInput(f"{name} {value}: takes no value; write {switch} or --no-{switch[2:]}.")
+
+    all_names = {field.name for field in fields}
+    groups = {title: all_names.intersection(names.split()) for title, names in GROUPS.items()}
+    groups["algorithm"] = all_names.difference(*groups.values())
+    boxes = []  # tyro shows a nested dataclass as a box, without the fields that are not for `__init__`
     for title, names in groups.items():
-        typed = {name: Annotated[types[name], tyro.conf.arg(help=texts[name])] for name in names}
-        members = [(name, hint, dataclasses.field(default=fields[name])) for name, hint in typed.items()]
-        nested.append((title, dataclasses.make_dataclass(title, members)))
-    parsed = tyro.cli(dataclasses.make_dataclass("Flags", nested), args=words, config=(tyro.conf.OmitArgPrefixes,))
-    return args(**{name: value for title in GROUPS for name, value in vars(getattr(parsed, title)).items()})
-
-
-def help_texts(args: type[RunArgs]) -> dict[str, str]:
-    """The string below each field in the source of a dataclass, by the field's name."""
-    texts = {}
-    for part in (RunArgs, args):
-        body = ast.parse(inspect.getsource(part)).body[0].body
-        for statement, following in pairwise(body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-                texts[statement.target.id] = following.value.value
-    return texts
+        hidden = [field for field in fields if field.name not in names]
+        hidden = [(field.name, Any, dataclasses.field(default=field.default, init=False)) for field in hidden]
+        unchecked = {"__post_init__": lambda self: None}
+        boxes.append((title, dataclasses.make_dataclass(title, hidden, bases=(args_type,), namespace=unchecked)))
+    config = (tyro.conf.OmitArgPrefixes,)
+    parsed = tyro.cli(dataclasses.make_dataclass("Flags", boxes), args=words, config=config)
+    return args_type(**{name: getattr(getattr(parsed, title), name) for title in groups for name in groups[title]})

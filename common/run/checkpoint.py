@@ -13,6 +13,7 @@ import math
 import pickle
 import secrets
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,13 @@ import numpy as np
 import torch
 
 from common.distributed import World
-from common.errors import BadInput, Fault, flag, require
+from common.errors import BadInput, Fault, flag, one_line, require
 from common.run.arguments import RunArgs
 from common.run.logger import Logger, for_model, write_flushed, write_whole
-from common.run.record import changes, require_same_run
-from common.state import leaves, restore, state_of
+from common.run.record import changes
+from common.state import restore, state_of
 
-UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # torch.load's
-ARCHITECTURE = ("network", "dueling", "norm_obs", "norm_reward")  # flags that must be those of the model
+ERRORS = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # of `read`
 read = partial(torch.load, map_location="cpu", weights_only=True)
 
 
@@ -44,13 +44,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        args: RunArgs,
-        world: World,
-        logger: Logger,
-        state: Mapping[str, Any],
-        replay: Any,
-        ends: dict[str, float],
+        self, args: RunArgs, world: World, logger: Logger, state: Mapping[str, Any], replay: Any, ends: dict[str, float]
     ) -> None:
         self.args = args
         self.world = world
@@ -84,26 +78,18 @@ class Checkpoints:
         run_dir = logger.dir.absolute()
         if logger.finished:
             return run_dir, "finished"
-        folders = list((run_dir / "checkpoints").glob("*")) if logger.resumed else []
+        folders = [*(run_dir / "checkpoints").glob("*")] if logger.resumed else []
         for part in (folder for folder in folders if folder.suffix == ".part"):  # which may fill the disk
             shutil.rmtree(part, ignore_errors=True)
-        steps = sorted(int(folder.name) for folder in folders if folder.name.isdigit())
-        for step in reversed(steps):
+        for step in sorted((int(folder.name) for folder in folders if folder.name.isdigit()), reverse=True):
             path = run_dir / "checkpoints" / str(step) / "state.pt"
             try:
-                saved = read(path)
-            except UNREADABLE as error:
-                logger.note(f"{path} cannot be read ({type(error).__name__}): looking for an older checkpoint")
-                continue
-            if "checkpoint" not in saved:
-                raise BadInput(f"--resume: {path} was written by other code; go on with that.")
-            require_same_run(path.parent, saved["checkpoint"]["record"], logger.record)
-            now, before = set(logger.columns), set(saved["checkpoint"]["columns"])
-            if [*logger.columns] != saved["checkpoint"]["columns"]:
-                name = min(now ^ before, default="their order")
-                fault = f"{path.parent} was written with other columns of metrics.csv ({name})"
-                raise BadInput(f"--run-dir: {fault}; name another, or change COLUMNS back.")
-            return run_dir, str(step)
+                damaged = zipfile.ZipFile(path).testzip()  # against its CRCs, which torch does not look at
+            except (*ERRORS, zipfile.BadZipFile) as error:
+                damaged = error
+            if not damaged:
+                return run_dir, str(step)
+            logger.note(f"{path} is missing or damaged ({damaged}): looking for an older checkpoint")
         if logger.resumed and logger.longer:
             fault = f"{run_dir} holds no checkpoint from which a longer run could go on"
             raise BadInput(f"--total-timesteps {self.args.total_timesteps}: {fault}; name another --run-dir.")
@@ -111,8 +97,8 @@ class Checkpoints:
 
     def _read(self, folder: Path, ends: dict[str, float]) -> None:
         """Go on from a checkpoint. Every rank must call."""
-        saved = read(folder / "state.pt")
-        about = saved["checkpoint"]
+        state = read(folder / "state.pt")
+        about = state["checkpoint"]
         self.global_step = about["global_step"]
         self.number = about["number"]
         self.newest = [folder.name]
@@ -122,12 +108,9 @@ class Checkpoints:
             needed = f"{planned} to go on with {folder}, because {flag(name)} changes until transition {math.ceil(end)}"
             require(total == planned or end <= self.global_step, "--total-timesteps", total, needed)
         for name, value in self.state.items():
-            restore(value, saved[name])
-        for path, memory in self._replay_files(folder):
-            with open(path, "rb") as file:
-                complete = all(file.readinto(piece) == len(piece) for piece in memory)
-                if not complete or file.read(1):
-                    raise Fault(f"{path}: is not of the size that was written; remove {folder}, and start again.")
+            restore(value, state[name])
+        if self.replay is not None:
+            self._read_replay(folder)
         self.logger.note(f"going on from {folder}")
         if self.logger.enabled:
             if changed := changes(about["record"], self.logger.record):
@@ -136,15 +119,29 @@ class Checkpoints:
                 budgets = f"total_timesteps {total}, before {planned}"
                 self.logger.continued(self.global_step, "longer than it was to be", [budgets])
 
-    def _replay_files(self, folder: Path) -> Iterator[tuple[Path, Iterator[memoryview]]]:
-        """This rank's files of the replay buffer, one for each shard, and the memory that each holds."""
-        for index, shard in enumerate(self.world.shards if self.replay is not None else ()):
-            yield folder / f"replay-{shard}", self._memory(index)
-
     def _memory(self, index: int) -> Iterator[memoryview]:
+        """The memory of one of this rank's shards of the replay buffer."""
         for array in self.replay.pieces(index):
             yield memoryview(array.reshape(-1).view(np.uint8))
             self.world.watchdog.feed()
+
+    def _read_replay(self, folder: Path) -> None:
+        for index, shard in enumerate(self.world.shards):
+            path = folder / f"replay-{shard}"
+            with open(path, "rb") as file:
+                if not all(file.readinto(piece) == len(piece) for piece in self._memory(index)) or file.read(1):
+                    raise Fault(f"{path}: is not of the size that was written; remove {folder}, and start again.")
+
+    def _write_replay(self, folder: Path) -> None:
+        for index, shard in enumerate(self.world.shards):
+            write_flushed(folder / f"replay-{shard}", self._memory(index))
+
+    def _write_state(self, folder: Path) -> None:
+        state = {name: state_of(value) for name, value in self.state.items()}
+        about = {"global_step": self.global_step, "number": self.number, "record": self.logger.record}
+        content = io.BytesIO()
+        torch.save(state | {"checkpoint": about}, content)
+        write_flushed(folder / "state.pt", [content.getbuffer()])
 
     def write(self, global_step: int) -> None:
         """Write a checkpoint, after which all environments are to start anew; if it fails, say so and go on.
@@ -158,91 +155,63 @@ class Checkpoints:
         fault = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path, memory in self._replay_files(folder):
-                write_flushed(path, memory)
+            if self.replay is not None:
+                self._write_replay(folder)
             if self.logger.enabled:
                 self._write_state(folder)
         except OSError as error:
             fault = error.strerror
         faults = [x for x in self.world.gather_objects(fault) if x]  # collective
         if self.logger.enabled:
-            try:
-                if faults:
-                    raise OSError(0, faults[0])
-                self._publish(folder)
-            except OSError as error:
+            complete = self.dir / str(global_step)
+            if faults:
                 shutil.rmtree(folder, ignore_errors=True)
                 self.failed.append(global_step)
-                fault = f"{self.dir / str(global_step)}: cannot be written ({error.strerror})"
-                self.logger.note(f"{fault}; the run goes on with the checkpoints it has")
-
-    def _write_state(self, folder: Path) -> None:
-        state = {name: state_of(value) for name, value in self.state.items()}
-        about = {"global_step": self.global_step, "number": self.number}
-        about |= {"record": self.logger.record, "columns": list(self.logger.columns)}
-        content = io.BytesIO()
-        torch.save(state | {"checkpoint": about}, content)
-        write_flushed(folder / "state.pt", [content.getbuffer()])
-
-    def _publish(self, folder: Path) -> None:
-        """Give the folder its name, and remove all but the newest two checkpoints."""
-        complete = self.dir / str(self.global_step)
-        shutil.rmtree(complete, ignore_errors=True)  # one that could not be read
-        folder.rename(complete)
-        self.newest = [*self.newest, complete.name][-2:]
-        for other in self.dir.iterdir():
-            if other.name not in self.newest:
-                shutil.rmtree(other, ignore_errors=True)
+                self.logger.note(f"{complete}: cannot be written ({faults[0]}); the run goes on with those it has")
+                return
+            shutil.rmtree(complete, ignore_errors=True)  # one that could not be read
+            folder.rename(complete)
+            self.newest = [*self.newest, complete.name][-2:]
+            for other in self.dir.iterdir():
+                if other.name not in self.newest:
+                    shutil.rmtree(other, ignore_errors=True)
 
     def finish(self) -> None:
         """After the last row: say what could not be written; mark the run as finished, unless a signal ended it."""
-        if not self.args.checkpoint_every or not self.logger.enabled:
-            return
-        if self.failed:
-            steps = ", ".join(map(str, self.failed[:3])) + (", ..." if len(self.failed) > 3 else "")
-            self.logger.note(f"{self.dir}: {len(self.failed)} checkpoints could not be written ({steps})")
-        if not self.world.stop:
-            try:
+        if self.args.checkpoint_every and self.logger.enabled:
+            if self.failed:
+                fault = f"{len(self.failed)} checkpoints could not be written, the last at step {self.failed[-1]}"
+                self.logger.note(f"{self.dir}: {fault}")
+            if not self.world.stop:
                 write_whole(self.logger.dir / "finished", b"")
-            except Fault as fault:
-                self.logger.note(f"{fault} --resume would repeat the last part.")
 
 
 def load_model(args: RunArgs, world: World, state: Mapping[str, Any], logger: Logger) -> None:
     """Give networks and normalisers in `state` the values of --load-model, which rank 0 reads.
 
-    A run that goes on from a checkpoint has them already. Raises `BadInput`, naming flag or tensor, for a file that
-    cannot be read or does not fit. Every rank must call.
+    A run that goes on from a checkpoint has them already. Raises `BadInput`, naming the flag and the value to repeat,
+    for a file that cannot be read or does not fit. Every rank must call.
     """
-    if args.load_model is None:
-        return
     path = args.load_model
     model = from_rank_0(world, partial(read_model, path))  # collective
     trained = model["args"]
-    for name in ARCHITECTURE:
+    for name in ("network", "dueling", "norm_obs", "norm_reward"):
         if name in trained and hasattr(args, name):
             value = getattr(args, name)
             require(value == trained[name], flag(name), value, f"{trained[name]} with --load-model {path}")
-    differs = ""
+    hint = ""
     for name in ("env_id", "env_kwargs"):
-        if getattr(args, name) != trained.get(name):
-            differs += f"{flag(name)} is {getattr(args, name)}, and {trained.get(name)} there; "
-    state = {name: x for name, x in for_model(state).items() if not isinstance(x, torch.Tensor) or x.requires_grad}
-    here = shapes({name: state_of(x) for name, x in state.items()})
-    there = shapes({name: model.get(name) for name in state})
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            fault = f"{differs}{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-            raise BadInput(f"--load-model {path}: {fault}; it must be of the same script, --env-id and networks.")
-    if differs:
-        logger.note(f"{path}: {differs}its networks fit")
-    for name, value in state.items():
-        restore(value, model[name])
-
-
-def shapes(nest: Any) -> dict[str, str]:
-    """The shapes of the tensors in a nest, by their dotted names."""
-    return {name: f"of {tuple(x.shape)}" for name, x in leaves(nest) if isinstance(x, torch.Tensor)}
+        if getattr(args, name) != trained[name]:
+            hint += f"{flag(name)} is {getattr(args, name)}, and was {trained[name]} there; "
+    try:
+        for name, value in for_model(state).items():
+            if not isinstance(value, torch.Tensor) or value.requires_grad:
+                restore(value, model.get(name, {}))
+    except (RuntimeError, LookupError, TypeError) as error:
+        fault = f"{hint}{one_line(error)}"
+        raise BadInput(f"--load-model {path}: {fault} It must be of the same script, --env-id and networks.") from error
+    if hint:
+        logger.note(f"{path}: {hint}its networks fit")
 
 
 def read_model(path: str) -> dict[str, Any]:
@@ -252,7 +221,7 @@ def read_model(path: str) -> dict[str, Any]:
         model = read(path)
         if isinstance(model, dict) and "args" in model:
             return model
-    except UNREADABLE as error:
+    except ERRORS as error:
         reason = getattr(error, "strerror", None) or reason
     raise BadInput(f"--load-model {path}: cannot be read ({reason}).")
 

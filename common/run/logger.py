@@ -33,25 +33,19 @@ class Logger:
     """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to trackers.
 
     `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
-    `global_step`; `eval_envs`: --capture-video films the first. Raises `BadInput` for a directory that holds another
-    run or cannot be made (--run-dir), for a missing package, and for a tracker that does not begin; later `Fault`, with
-    the path, if something cannot be written. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`,
-    whether the directory holds a run to continue; `finished`, whether that run is complete; `longer`, whether it was to
-    be shorter.
+    `global_step`; `eval_envs`: --capture-video films the first. Raises `BadInput`, naming the flag, for a directory
+    that holds another run or cannot be made, a missing package and a tracker that does not begin; later `Fault`, with
+    the path, if a file cannot be written. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`: whether
+    the directory holds a run to continue; `finished`: whether that is complete; `longer`: whether it was to be shorter.
     """
 
     def __init__(
-        self,
-        args: RunArgs,
-        file: str,
-        columns: tuple[str, ...],
-        world: World,
-        eval_envs: Environments | None = None,
+        self, args: RunArgs, file: str, columns: tuple[str, ...], world: World, eval_envs: Environments | None = None
     ) -> None:
         self.args = args
-        self.enabled = world.rank == 0
         self.columns = ("global_step", *columns)
         self.world = world
+        self.enabled = world.rank == 0
         self.eval_envs = eval_envs
         self.film = None
         if args.capture_video:
@@ -61,50 +55,49 @@ class Logger:
                 raise BadInput("--capture-video: needs av: pip install av") from error
             self.film = film
         self.latest: dict[str, float] = {"global_step": 0}  # the newest number of each column
-        self.bar = None
-        self.printed = 0.0  # when progress was printed
-        self.rng_state: torch.Tensor | None = None
-        self.begun = time.perf_counter()
-        self.seconds = {"wall": 0.0, "evaluated": 0.0}  # before this start; of evaluations, films included
+        self.num_rows = 0
+        self.wall = 0.0  # seconds of the run before this start
+        self.evaluated = 0.0  # seconds of evaluations and films
         self.continues = False  # whether a checkpoint was read
+        self.bar = None
+        self.shown = 0.0  # when progress was shown
         self.trackers: list[Any] = []
         if self.enabled:
             with ExitStack() as opened:
-                self._open(file, opened)
+                self._open(Path(file), opened)
                 self.opened = opened.pop_all()
 
-    def _open(self, file: str, opened: ExitStack) -> None:
+    def _open(self, file: Path, opened: ExitStack) -> None:
         """Lock the run directory, look at what it holds, and open the trackers."""
         args = self.args
-        script = Path(file).stem
         env_id = args.env_id.replace("/", "-").replace(":", "-")
-        default = f"runs/{env_id}__{script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        default = f"runs/{env_id}__{file.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.dir = Path(args.run_dir or default)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             opened.callback(os.close, lock(self.dir))
-            present = {path.name for path in self.dir.iterdir()}
         except FileExistsError:
             raise BadInput(f"--run-dir {self.dir}: is a file; name another.") from None
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: cannot be written ({error.strerror}); name another.") from error
-        if not args.resume and present & {"metrics.csv", "config.json"}:
+        config = self.dir / "config.json"
+        if not args.resume and (config.exists() or (self.dir / "metrics.csv").exists()):
             advice = "name a new directory, or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: holds a run already; {advice}.")
-        sources, self.difference = source_record(Path(file))
+        sources, self.difference = source_record(file)
         environment = environment_record(self.world) | sources
-        self.record = {"script": script, "args": dataclasses.asdict(args)} | environment
-        self.resumed = args.resume and "config.json" in present
+        self.record = {"script": file.stem, "args": dataclasses.asdict(args), "columns": list(self.columns)}
+        self.record |= environment
+        self.resumed = args.resume and config.exists()
         self.longer = False
-        self.config = self.record
         if self.resumed:
             try:
-                self.config = json.loads((self.dir / "config.json").read_bytes())
+                self.config = json.loads(config.read_bytes())
             except ValueError as error:
                 raise BadInput(f"--run-dir {self.dir}: its config.json is damaged; name another.") from error
             require_same_run(self.dir, self.config, self.record)
             self.longer = self.config["args"]["total_timesteps"] < args.total_timesteps
-        self.finished = self.resumed and "finished" in present and not self.longer
+        self.finished = self.resumed and (self.dir / "finished").exists() and not self.longer
         if args.tensorboard and not self.finished:
             from common.run.tracking import TensorBoard
 
@@ -118,7 +111,7 @@ class Logger:
             except BadInput as error:
                 if not self.resumed:
                     raise
-                self.note(f"{error} The run goes on without; a later start sends what is lacking.")
+                self.note(f"{error} The run goes on without.")
         self.note(f"writing to {self.dir}")
 
     def continued(self, global_step: int, meaning: str, changes: list[str]) -> None:
@@ -127,19 +120,19 @@ class Logger:
         change = {"global_step": global_step, "commit": self.record["commit"], "changes": changes}
         self.config["continued"] = [*self.config.get("continued", []), change]
         self.config["args"]["total_timesteps"] = self.args.total_timesteps
-        self._write_config(f"changes-{global_step}.diff")
+        self._write_config(self.config, f"changes-{global_step}.diff")
 
-    def _write_config(self, name_of_difference: str) -> None:
-        write_whole(self.dir / "config.json", (json.dumps(self.config, indent=2) + "\n").encode())
+    def _write_config(self, config: Mapping[str, Any], name_of_difference: str) -> None:
+        write_whole(self.dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         if self.difference:
             write_whole(self.dir / name_of_difference, self.difference.encode())
 
     def state_dict(self) -> dict[str, float]:
-        """The length of metrics.csv, in bytes that are on the disk, and the time that the run took so far."""
+        """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
         with open(self.dir / "metrics.csv", "rb") as file:
             os.fsync(file.fileno())
             length = file.seek(0, os.SEEK_END)
-        return self.seconds | {"wall": time.perf_counter() - self.begun, "metrics_length": length}
+        return {"length": length, "wall": time.perf_counter() - self.begun, "evaluated": self.evaluated}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Cut metrics.csv back to what it was, and send trackers what they lack of it."""
@@ -147,37 +140,30 @@ class Logger:
             return
         path = self.dir / "metrics.csv"
         size = path.stat().st_size if path.exists() else 0
-        if size < state["metrics_length"]:
-            raise Fault(f"{path}: has {size} bytes, fewer than at the checkpoint ({state['metrics_length']}).")
+        if size < state["length"]:
+            raise Fault(f"{path}: has {size} bytes, fewer than at the checkpoint ({state['length']}).")
         (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
-        os.truncate(path, state["metrics_length"])
-        self.seconds = {name: state[name] for name in self.seconds}
+        os.truncate(path, state["length"])
+        self.wall = state["wall"]
+        self.evaluated = state["evaluated"]
         self.continues = True
-        self.num_rows = 0
         for cells in csv.DictReader(path.read_text().splitlines()):
             self._send(cells)
 
     def start(self, plan: str) -> None:
-        """Print what is about to be run, start the clock of `time/wall` and `time/SPS` and, unless the run continues a
-        checkpoint, write config.json and the header of metrics.csv.
-        """
+        """Print the plan and start the clock. A run that continues no checkpoint writes its first files here."""
         self.note(plan)
-        self.rng_state = torch.get_rng_state()
-        self.begun = time.perf_counter() - self.seconds["wall"]
-        if not self.enabled:
-            return
-        if not self.continues:
+        self.rng_state = torch.get_rng_state()  # None once a draw from it was noted
+        self.begun = time.perf_counter() - self.wall
+        if self.enabled and not self.continues:
             if self.resumed:
                 self.note(f"{self.dir} holds no checkpoint: the run begins again")
-            self.config = self.record
-            self._write_config("changes.diff")
+            self._write_config(self.record, "changes.diff")
             write_whole(self.dir / "metrics.csv", (",".join(self.columns) + "\n").encode())
-            self.num_rows = 0
-        if sys.stdout.isatty():
+        if self.enabled and sys.stdout.isatty():
             from tqdm import tqdm
 
-            step = int(self.latest["global_step"])
-            self.bar = tqdm(total=self.args.total_timesteps, initial=step, file=sys.stdout, dynamic_ncols=True)
+            self.bar = tqdm(total=self.args.total_timesteps, initial=int(self.latest["global_step"]), file=sys.stdout)
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
@@ -205,43 +191,27 @@ class Logger:
         row["time/wall"] = time.perf_counter() - self.begun
         evaluation = "eval/episodic_return" in row
         if evaluation:
-            self.seconds["evaluated"] += row["time/eval"]
+            self.evaluated += row["time/eval"]
         else:
-            row["time/SPS"] = step / (row["time/wall"] - self.seconds["evaluated"])
+            row["time/SPS"] = step / (row["time/wall"] - self.evaluated)
         cells = {name: repr(plain(row[name])) if name in row else "" for name in self.columns}
-        self._append(",".join(cells.values()) + "\n")
+        append(self.dir / "metrics.csv", ",".join(cells.values()) + "\n")
         if evaluation and self.film:
             self._film(step)
         self._send(cells)
-        self._show(evaluation)
-
-    def _append(self, line: str) -> None:
-        """Append a line to metrics.csv, whole or not at all."""
-        path = self.dir / "metrics.csv"
-        try:
-            length = path.stat().st_size
-            try:
-                with open(path, "ab") as file:
-                    file.write(line.encode())
-            except OSError:
-                os.truncate(path, length)
-                raise
-        except OSError as error:
-            raise Fault(f"{path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
+        if evaluation or self.bar is not None or time.perf_counter() > self.shown + PROGRESS_PERIOD:
+            self._show()
 
     def _film(self, global_step: int) -> None:
         """Film the evaluation that was just played; if that fails, say why, and film no more."""
         started = time.perf_counter()
         path = self.dir / "videos" / f"{global_step}.mp4"
-        seconds = self.args.timeout / 2  # the other ranks wait
-        args = self.args
         try:
-            self.film(path, args.env_id, args.env_kwargs, self.eval_envs.first, self.world.watchdog.feed, seconds)
+            self.film(path, self.args, self.eval_envs.first_episode, self.world.watchdog.feed)
         except Exception as error:  # a simulator's own, a missing display's, a full disk's
             self.note(f"--capture-video: no films ({type(error).__name__}: {one_line(error)})")
             self.film = None
-            path.unlink(missing_ok=True)
-        self.seconds["evaluated"] += time.perf_counter() - started
+        self.evaluated += time.perf_counter() - started
 
     def _send(self, cells: Mapping[str, str]) -> None:
         """Send the next row of metrics.csv, and its film, to trackers."""
@@ -249,42 +219,37 @@ class Logger:
         self.latest |= row
         film = self.dir / "videos" / f"{cells['global_step']}.mp4"
         filmed = "eval/episodic_return" in row and self.args.capture_video and film.exists()
-        if self.trackers and "time/SPS" in row:
+        if "time/SPS" in row:
             row["charts/SPS"] = row.pop("time/SPS")  # its usual name
-        for tracker in list(self.trackers):
+        for tracker in [*self.trackers]:
             try:
                 tracker.send(self.num_rows, row, film if filmed else None)
-            except Exception as error:  # of a full disk, or wandb's own
-                name = type(tracker).__name__
-                self.note(f"{name} takes no rows any more ({one_line(error)}); metrics.csv goes on")
+            except Exception as error:  # a full disk's, or wandb's own
+                self.note(f"{type(tracker).__name__} takes no more rows ({one_line(error)}); metrics.csv goes on")
                 self.trackers.remove(tracker)
         self.num_rows += 1
 
-    def _show(self, at_once: bool) -> None:
-        """Show progress: in a bar with the time left on a terminal, otherwise in a line every ten seconds."""
+    def _show(self) -> None:
+        """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
+        self.shown = time.perf_counter()
         step = int(self.latest["global_step"])
         total = self.args.total_timesteps
-        shown = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
-        numbers = [f"{name} {self.latest[x]:.1f}" for name, x in shown.items() if x in self.latest]
+        names = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
+        numbers = [f"{word} {self.latest[name]:.1f}" for word, name in names.items() if name in self.latest]
         if self.bar is not None:
             self.bar.set_postfix_str("  ".join(numbers), refresh=False)
             self.bar.update(step - self.bar.n)
-        elif at_once or time.perf_counter() > self.printed + PROGRESS_PERIOD:
-            self.printed = time.perf_counter()
+        else:
             speed = f"{self.latest.get('time/SPS', 0):,.0f} SPS"
             self.note("  ".join([f"{step:,} of {total:,} ({step / max(total, 1):.0%})", speed, *numbers]))
 
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
-        if not self.enabled:
-            return
-        try:
-            if self.bar is not None:
-                self.bar.write(text)
-            else:
-                print(text, flush=True)
-        except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if self.enabled:
+            try:
+                print(text, flush=True) if self.bar is None else self.bar.write(text)
+            except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def save(self, global_step: int, state: Mapping[str, Any]) -> None:
         """Write model.pt, for `weights_only=True`: the arguments, the step, `state` without what only trains."""
@@ -301,13 +266,13 @@ class Logger:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not self.enabled:
             return
-        if self.bar is not None:
-            self.bar.close()
-        elif error is None:
-            self._show(at_once=True)
         with self.opened:
+            if self.bar is not None:
+                self.bar.close()
+            elif error is None:
+                self._show()
             for tracker in self.trackers:
-                with suppress(Exception):  # of a full disk, or wandb's own, which says so
+                with suppress(Exception):  # a full disk's, or wandb's own
                     tracker.finish(failed=error is not None)
 
 
@@ -328,8 +293,22 @@ def lock(folder: Path) -> int:
                 fault = "another process is writing there; end it, or name another"
                 raise BadInput(f"--run-dir {folder}: {fault}.") from None
             time.sleep(0.1)
-        except OSError:  # no locks
+        except OSError:
             return descriptor
+
+
+def append(path: Path, line: str) -> None:
+    """Append a line to a file, whole or, with a `Fault` that names it, not at all."""
+    try:
+        length = path.stat().st_size
+        try:
+            with open(path, "ab") as file:
+                file.write(line.encode())
+        except OSError:
+            os.truncate(path, length)
+            raise
+    except OSError as error:
+        raise Fault(f"{path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
 
 
 def write_flushed(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

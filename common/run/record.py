@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_info
 
 from common.distributed import World
 from common.errors import BadInput, flag, require
-from common.run.arguments import FREE
+from common.run.arguments import MAY_CHANGE_ON_RESUME
 
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minatar", "mujoco")
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "sources")  # of a record, with its versions
@@ -82,8 +82,7 @@ def environment_record(world: World) -> dict[str, Any]:
             versions[package] = metadata.version(package)
     if world.device.type == "cuda":
         record["device"] = f"{torch.cuda.get_device_name(world.device)}; {record['device']}"
-        versions |= {"cuda": torch.version.cuda, "driver": torch._C._cuda_getDriverVersion()}
-        versions |= {"cudnn": torch.backends.cudnn.version(), "nccl": [*torch.cuda.nccl.version()]}
+        versions |= {"cudnn": torch.backends.cudnn.version(), "driver": torch._C._cuda_getDriverVersion()}
     return record | {"versions": versions}
 
 
@@ -105,9 +104,13 @@ def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[st
     for name, value in record["args"].items():
         before = recorded["args"].get(name)
         longer = name == "total_timesteps" and value > (before or value)  # Checkpoints looks at the schedules
-        if name not in FREE and not longer:
+        if name not in MAY_CHANGE_ON_RESUME and not longer:
             require(value == before, flag(name), value, f"{before} to go on with {path}")
-    before, now = recorded["world_size"], record["world_size"]
-    if record["args"]["shards"] is None and now != before:
-        only = f"{before} process(es) only, not on {now}"
+    if record["args"]["shards"] is None and record["world_size"] != recorded["world_size"]:
+        only = f"{recorded['world_size']} process(es) only, not on {record['world_size']}"
         raise BadInput(f"--shards: {path} was recorded without, so it goes on on {only}.")
+    before = recorded.get("columns", [])
+    if record["columns"] != before:
+        name = min({*record["columns"]} ^ {*before}, default="their order")
+        fault = f"{path} was recorded with other columns of metrics.csv ({name})"
+        raise BadInput(f"--run-dir: {fault}; name another, or change COLUMNS back.")

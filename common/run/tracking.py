@@ -21,22 +21,13 @@ class Wandb:
     already. Raises `BadInput` (--track) if wandb is missing or does not begin.
     """
 
-    def __init__(
-        self,
-        args: RunArgs,
-        file: str,
-        run_dir: Path,
-        environment: Mapping[str, Any],
-        resumed: bool,
-    ) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise BadInput("--track: needs wandb: pip install wandb") from error
-        script = Path(file).stem
+    def __init__(self, args: RunArgs, file: Path, run_dir: Path, environment: Mapping[str, Any], resumed: bool) -> None:
+        script = file.stem
         id_file = run_dir / "wandb_id"
         run_id = id_file.read_text() if resumed and id_file.exists() else None
         try:
+            import wandb
+
             self.run = wandb.init(
                 id=run_id,
                 resume="allow" if run_id else None,
@@ -46,15 +37,13 @@ class Wandb:
                 group=f"{args.env_id}__{script}",  # the seeds of one experiment
                 tags=[script, f"processes-{environment['world_size']}"],
                 config=dataclasses.asdict(args) | environment,
-                settings=wandb.Settings(
-                    init_timeout=min(90.0, args.timeout / 4),  # before the other ranks have waited for --timeout
-                    finish_timeout=FINISH_TIMEOUT,
-                ),
+                # begun before the other ranks have waited for --timeout
+                settings=wandb.Settings(init_timeout=min(90.0, args.timeout / 4), finish_timeout=FINISH_TIMEOUT),
             )
             self.run.define_metric("*", step_metric="global_step")
             self.run.define_metric("eval/episodic_return", step_metric="global_step", summary="max,last")
             source = wandb.Artifact(f"source-{script}", type="source")
-            for name, path in source_files(Path(file)).items():
+            for name, path in source_files(file).items():
                 source.add_file(str(path), name=name)
             self.run.log_artifact(source)
         except Exception as error:  # wandb's own, and those of its settings

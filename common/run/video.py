@@ -16,32 +16,35 @@ import av
 import numpy as np
 
 from common.environments import Episode
+from common.run.arguments import RunArgs
 from common.simulators import kept_random_state, make_vec
 
 
-def film(
-    path: Path,
-    env_id: str,
-    env_kwargs: str,
-    episode: Episode,
-    feed_watchdog: Callable[[], None],
-    seconds: float = 300.0,
-) -> None:
-    """Write the episode as H.264 (mp4), with a picture for each step.
+def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
+    """Write the episode, of `args.env_id`, as H.264 (mp4) with a picture for each step.
 
-    Raises what a simulator that cannot draw itself raises, `OSError`, `TimeoutError` after so many seconds, and
-    `ValueError` if the episode, played again, comes to another return.
+    Raises what a simulator that cannot draw itself raises, `OSError`, `TimeoutError` after half of --timeout, for which
+    the other ranks wait, and `ValueError` if the episode, played again, comes to another return. No film is then left.
     """
+    path.parent.mkdir(exist_ok=True)
+    try:
+        play_and_draw(path, args, episode, feed_watchdog)
+    except Exception:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def play_and_draw(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    path.parent.mkdir(exist_ok=True)
+    env_id = args.env_id
     ale = env_id.startswith("ALE/")
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + args.timeout / 2
     total = 0.0
     with (
         kept_random_state(),  # an environment may draw from it
-        closing(make_vec(env_id, 1, episode.seed, json.loads(env_kwargs), draws=True)) as env,
+        closing(make_vec(env_id, 1, episode.seed, json.loads(args.env_kwargs), draws=True)) as env,
         av.open(path, "w") as file,
     ):
         games = ale or getattr(env, "atari", False)
@@ -57,7 +60,7 @@ def film(
             total += float(rewards[0])
             feed_watchdog()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"it took {seconds:g} seconds")
+                raise TimeoutError("it took half of --timeout")
         file.mux(stream.encode())
     if total != episode.episodic_return:
         raise ValueError(f"played again, the episode came to {total}, not {episode.episodic_return}")
