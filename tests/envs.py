@@ -161,35 +161,63 @@ class Drawn(gym.Env):
     """An environment of any spaces; its state follows from its seed and all actions, so that no rounding is lost.
 
     `actions`: a number and a start of `Discrete`, or the shape of a `Box` of `action_dtype`. Each step may terminate
-    with `end`, truncate with `cut`, or do both.
+    with `end`, truncate with `cut`, or do both. If it `remembers`, an episode depends on how many were before.
+
+    `quirks` must not change a number: infos of others' names ("infos" at two of three steps, "infos of resets"),
+    observations in one "buffer" or as "lists", a `Discrete` of "int32" or "int8".
     """
 
-    def __init__(self, shape, dtype, actions, action_dtype=None, end=0.05, cut=0.05):
+    def __init__(self, shape, dtype, actions, action_dtype=None, end=0.05, cut=0.05, remembers=False, quirks=()):
         high = 255 if dtype == "uint8" else np.inf
         self.observation_space = gym.spaces.Box(0 if dtype == "uint8" else -np.inf, high, tuple(shape), dtype)
         if action_dtype is None:
-            self.action_space = gym.spaces.Discrete(actions[0], start=actions[1])
+            integers = next((name for name in quirks if name.startswith("int")), "int64")
+            self.action_space = gym.spaces.Discrete(actions[0], start=actions[1], dtype=integers)
         else:
             low = -1.0 - np.arange(np.prod(actions)).reshape(actions)
             self.action_space = gym.spaces.Box(low.astype(action_dtype), (0.5 - low).astype(action_dtype))
         self.end, self.cut, self.weights = end, cut, np.cos(np.arange(np.prod(shape)))
+        self.remembers, self.quirks = remembers, quirks
+        self.buffer, self.resets, self.time = np.zeros(shape, dtype), 0, 0
 
     def observe(self):
         obs = self.state.reshape(self.observation_space.shape)
-        return (128 + 60 * obs).clip(0, 255).astype("uint8") if self.observation_space.dtype == "uint8" else obs
+        if self.observation_space.dtype == "uint8":
+            obs = (128 + 60 * obs).clip(0, 255)
+        obs = obs.astype(self.observation_space.dtype)
+        if "lists" in self.quirks:
+            return list(obs)
+        if "buffer" in self.quirks:
+            self.buffer[:] = obs
+            return self.buffer
+        return obs
+
+    def info(self, shown):
+        """What others' simulators tell; here it says nothing."""
+        if not shown:
+            return {}
+        numbers = {"game_over": self.time % 7 == 3, "episode_frame_number": self.time % 5, "lives": self.time % 4}
+        texts = {"name": f"step {self.time}", "episode": {"r": 1.0, "l": self.time, "more": {"t": 0.5}}}
+        return numbers | texts | {"array": np.arange(3.0), "episode_ended": True, "terminated": True, "reward": 5.0}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.state = self.np_random.normal(size=len(self.weights))
-        return self.observe().astype(self.observation_space.dtype), {}
+        self.resets += 1
+        if self.remembers:
+            self.state += 0.1 * self.resets
+        return self.observe(), self.info("infos" in self.quirks or "infos of resets" in self.quirks)
 
     def step(self, action):
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.time += 1
         pushed = np.resize(np.asarray(action, float), len(self.state))
         self.state = np.tanh(0.9 * np.roll(self.state, 1) + 0.3 * pushed * self.weights)
         self.state += 0.1 * self.np_random.normal(size=len(self.state))
         reward = float((self.state * self.weights).mean() - 0.1 * (pushed**2).mean())
         terminated, truncated = self.np_random.random(2) < (self.end, self.cut)
-        return self.observe().astype(self.observation_space.dtype), reward, bool(terminated), bool(truncated), {}
+        info = self.info("infos" in self.quirks and self.time % 3)
+        return self.observe(), reward, bool(terminated), bool(truncated), info
 
 
 def turned(**kwargs):

@@ -4,13 +4,20 @@
     python tests/fuzz.py --only 17 --seed 1            # draw 17 of seed 1 again
     python tests/fuzz.py --broken alignment            # how many draws it takes to find a break that is known
 
-A draw is a script, an environment of `tests.envs:Drawn-v0`, flags, now and then an edit of the networks, and two
-launches: `python`, and torchrun on 2 or 4 processes, each with OMP_NUM_THREADS unset, 1 or 2; now and then one is
-killed behind a checkpoint and goes on at another number of processes. metrics.csv (timing aside) and every tensor of
-model.pt must be the same bytes. A draw counts where every launch took at least 20 gradient steps.
+A draw is a script, an environment (`tests.envs:Drawn-v0`, Atari on small frames, or MinAtar), flags, now and then an
+edit of the networks or a loaded model, and two launches: `python`, and torchrun on 2, 4 or 8 processes, each with
+OMP_NUM_THREADS unset, 1 or 2. Now and then a launch is started twice: it is killed at any moment or behind a
+checkpoint, or it was shorter, and goes on at another number of processes. metrics.csv (timing aside) and every tensor
+of model.pt must be the same bytes. A draw counts where every launch took at least 20 gradient steps.
+
+Where both launches are wrong alike, no bytes differ. So one launch of the two may have quirks, which must not change a
+number: its environments return their own buffer, or lists, or infos with other simulators' names, or their actions
+have another type. And in each process addresses are asserted (`assert_aligned`): what enters a product of matrices
+must begin at a multiple of 64 bytes. Products depend on addresses on Intel's processors. On AMD's they do not, and
+there this assertion alone finds a wrong address.
 
 Nine of ten draws run in processes that are forked from one that has imported everything, with the variables that a
-launcher sets: a tenth of the time. The tenth is launched as a user does.
+launcher sets: a tenth of the time. The tenth is launched as a user does, and its addresses are not asserted.
 """
 
 from __future__ import annotations
@@ -32,12 +39,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import tyro
+from torch.utils._pytree import tree_leaves
 
+from common import (
+    acting,
+    distributed,
+    environments,
+    machine,
+    normalization,
+    replay,
+    shards,
+    simulators,
+)
+from common.run import checkpoint, loop
 from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run
 
 LEAST = 20  # gradient steps of a draw that counts
+GRACE = 20.0  # seconds for the other ranks to end, once one has failed
+NETWORKS = ("Agent", "QNetwork", "Actor", "Critics")
 VARIABLES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")  # imitate a processor
 PROCESSORS = {
     "this": {},
@@ -78,6 +102,8 @@ class Dropped(_Linear):
         return self.drop(super().forward(x))
 nn.Linear = Dropped
 """
+KINDS = ("vectors", "images", "Atari", "MinAtar")  # of what is observed
+HOW_OFTEN = {"ppo": (74, 10, 8, 8), "ppg": (74, 10, 8, 8), "dqn": (56, 8, 26, 10), "sac": (100, 0, 0, 0)}
 LOSSES = {"ppo": "PPOLoss", "ppg": "PPOLoss", "dqn": "TDLoss", "sac": "CriticLoss"}
 EDITS = {
     "scaled output": {"dqn": SCALED.format("QNetwork"), "sac": SCALED.format("Actor")},
@@ -88,17 +114,30 @@ EDITS = {
     "unseeded draws": {script: NOISE.format(loss) for script, loss in LOSSES.items()},
 }
 TOLD = "one process without --shards may have it|depend on the number of processes"
-REFUSED = (
-    "dropout",
-    "unseeded draws",
-)  # edits that end in a refusal, or in a line that says that the bytes depend on the processes
+REFUSED = ("dropout", "unseeded draws")  # edits that end in a refusal, or in a line that says what `TOLD` matches
+
+
+QUIRKS = ("infos", "infos of resets", "buffer", "lists", "int32", "int8")  # of `tests.envs:Drawn-v0`
+ENDINGS = ("killed behind a checkpoint", "killed at any moment", "shorter")  # of a launch's first start
 
 
 @dataclass
 class Launch:
     processes: int
     threads: str  # OMP_NUM_THREADS, empty: unset
-    killed: int = 0  # on so many processes at first, behind a checkpoint; 0: never
+    ending: str = ""  # of a first start; empty: there is none
+    before: int = 0  # processes of that
+    shorter: int = 0  # its --total-timesteps, if it is "shorter"
+    quirks: tuple[str, ...] = ()  # of its environments
+
+
+class Start(NamedTuple):
+    """One start of a script by a launch."""
+
+    processes: int
+    flags: dict[str, str]
+    kill: float = -1.0  # seconds until it is killed; negative: never
+    behind_checkpoint: bool = False  # whether these are counted from its first checkpoint
 
 
 @dataclass
@@ -111,52 +150,74 @@ class Draw:
     processor: str  # that is imitated
     real: bool  # launched as a user does
     changes: tuple[tuple[str, str], ...] = ()  # of the script: what stands there, and what stands there instead
+    loads: bool = False  # a model that a short run has made
 
 
 def drawn(seed: int, number: int) -> Draw:
     """Draw `number` of `seed`: always the same."""
     chance = random.Random(f"{seed} {number}")
-    script = chance.choices(("ppo", "ppg", "sac", "dqn"), (30, 25, 25, 20))[0]
+    script = chance.choices(("ppo", "ppg", "sac", "dqn"), (28, 24, 24, 24))[0]
     shards = chance.choice((2, 4, 8))
-    num_envs = shards * chance.choice([n for n in (1, 2, 3, 5, 9, 16, 16) if n * shards <= 64])
-    image = script != "sac" and chance.random() < 0.1
-    flags = {"shards": str(shards), "num-envs": str(num_envs), "seed": str(chance.randrange(2**32))}
-    flags["env-id"], flags["env-kwargs"] = "tests.envs:Drawn-v0", json.dumps(environment(chance, script, image))
-    own = {"ppo": on_policy, "ppg": on_policy, "dqn": off_policy, "sac": off_policy}[script](chance, script, num_envs)
-    flags |= own
-    if image:
+    kind = chance.choices(KINDS, HOW_OFTEN[script])[0]
+    flags = {"shards": str(shards), "seed": str(chance.randrange(2**32))} | environment(chance, script, kind)
+    sizes = (1, 2) if kind == "Atari" or "network" in flags else (1, 2, 3, 5, 9, 16, 16)
+    num_envs = shards * chance.choice([n for n in sizes if n * shards <= 64])
+    flags["num-envs"] = str(num_envs)
+    flags |= (on_policy if script in ("ppo", "ppg") else off_policy)(chance, script, num_envs)
+    if kind != "vectors":
         flags.pop("norm-obs", None)
     total = int(flags["total-timesteps"])
     if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
-        flags["eval-episodes"] = str(chance.randint(1, chance.choice((8, 24))))
+        flags["eval-episodes"] = str(chance.randint(1, 4 if kind == "Atari" else chance.choice((8, 24))))
+        if chance.random() < 0.15:
+            flags["eval-every"] = str(chance.randint(total // 2, 3 * total // 4))
+            flags["stop-at-return"] = str(round(chance.gauss(-3, 5), 2))
     else:
         flags["eval-every"] = "0"
+    if '"remembers": true' in flags["env-kwargs"]:
+        flags["eval-every"] = "0"  # docs/environments.md: an episode depends on those that its process played before
+        flags.pop("stop-at-return", None)
     if chance.random() < 0.15:
         flags["num-threads"] = chance.choice("12")
-    if chance.random() < 0.05:
+    if chance.random() < 0.05 and kind != "Atari":
         flags["vectorization"] = "async"
     if chance.random() < 0.3:
         flags["check-sync-every"] = str(total // 3)
-    processes = chance.choice([n for n in (2, 4) if n <= shards])
+    processes = chance.choice([n for n in (2, 2, 4, 4, 8) if n <= shards])
     launches = [Launch(n, chance.choice(("", "", "1", "2"))) for n in (1, processes)]
-    if chance.random() < 0.3:
+    if kind in ("vectors", "images"):
+        quirks = tuple(name for name in QUIRKS if chance.random() < 0.25)
+        chance.choice(launches).quirks = quirks
+    if chance.random() < 0.4:
         flags["checkpoint-every"] = str(max(1, total // chance.choice((2, 3, 5))))
-        victim, others = chance.choice(launches), [n for n in (1, 2, 4) if n <= shards]
         if chance.random() < 0.8:
-            victim.killed = chance.choice([n for n in others if n != victim.processes])
+            start_twice(chance, script, flags, chance.choice(launches))
     edits = [name for name in EDITS if script in EDITS[name]]
-    edit = chance.choice(edits) if chance.random() < 0.15 and not image else ""
+    edit = chance.choice(edits) if chance.random() < 0.15 and kind == "vectors" else ""
     processor = chance.choices(list(PROCESSORS), (45, 20, 25, 10))[0]
     if chance.random() < 0.25:
         flags["no-shared-memory"] = ""
-    return Draw(number, script, flags, edit, launches, processor, real=number % 10 == 9)
+    loads = chance.random() < 0.08
+    return Draw(number, script, flags, edit, launches, processor, real=number % 10 == 9, loads=loads)
 
 
-def environment(chance: random.Random, script: str, image: bool) -> dict:
+def environment(chance: random.Random, script: str, kind: str) -> dict[str, str]:
+    """Flags that name an environment, its options and the network for it."""
+    if kind == "Atari":
+        side, frames = chance.choice((12, 16, 44)), chance.choice((150, 300))
+        kwargs = {"img_height": side, "img_width": side + chance.choice((0, 4)), "stack_num": chance.choice((1, 2, 4))}
+        kwargs["max_num_frames_per_episode"] = frames
+        flags = {"env-id": f"ALE/{chance.choice(('Pong', 'Breakout'))}-v5", "env-kwargs": json.dumps(kwargs)}
+        return flags | switch(chance, "life-loss") | network(chance, side)
+    if kind == "MinAtar":
+        game = chance.choice(("Breakout", "Asterix", "SpaceInvaders"))
+        return {"env-id": f"MinAtar/{game}-v1", "env-kwargs": "{}"} | network(chance, 10)
     kwargs = {"dtype": chance.choice(("float32", "float32", "float32", "float64", "uint8"))}
-    if image:
+    flags = {"env-id": "tests.envs:Drawn-v0"}
+    if kind == "images":
         kwargs["shape"] = chance.choice(((10, 10, 3), (12, 9, 4), (7, 16, 2), (36, 40, 3), (44, 44, 1)))
+        flags |= network(chance, min(kwargs["shape"][:2]))
     else:
         kwargs["shape"] = [round(600 ** chance.random()) if chance.random() < 0.7 else chance.randint(300, 600)]
     if script == "sac" or (script != "dqn" and chance.random() < 0.75):
@@ -165,7 +226,44 @@ def environment(chance: random.Random, script: str, image: bool) -> dict:
     else:
         kwargs["actions"] = [chance.randint(2, 9), chance.choice((0, 0, 3, -2))]
     kwargs["end"], kwargs["cut"] = chance.choice(((0.05, 0.05), (0.2, 0.0), (0.0, 0.1), (0.3, 0.3)))
-    return kwargs
+    kwargs["remembers"] = chance.random() < 0.2
+    return flags | {"env-kwargs": json.dumps(kwargs)}
+
+
+def network(chance: random.Random, side: int) -> dict[str, str]:
+    """IMPALA's now and then, for images so small that it is quick."""
+    return {"network": "impala"} if side <= 12 and chance.random() < 0.3 else {}
+
+
+def sizes_of(script: str, flags: dict[str, str]) -> tuple[int, int]:
+    """The transitions between two steps at which a checkpoint may be, and those of the shortest run."""
+    unit = int(flags["num-envs"])
+    if script in ("dqn", "sac"):
+        frequency = int(flags["train-frequency"]) * int(flags.get("policy-frequency", 1))
+        return unit, int(flags["learning-starts"]) + frequency + 2 * unit
+    unit *= int(flags["num-steps"])
+    if flags.get("aux-epochs", "0") != "0":
+        unit *= int(flags["n-pi"])
+    return unit, unit
+
+
+def start_twice(chance: random.Random, script: str, flags: dict[str, str], launch: Launch) -> None:
+    """Let a launch's first start end early; `flags` get what a longer run needs."""
+    total, every = int(flags["total-timesteps"]), int(flags["checkpoint-every"])
+    unit, least = sizes_of(script, flags)
+    first = -(-every // unit) * unit  # the step of the first checkpoint
+    lengths = range(max(first + unit, least), total, unit)
+    launch.ending = chance.choices(ENDINGS, (30, 30, 40 if lengths else 0))[0]
+    others = [n for n in (1, 2, 4) if n <= int(flags["shards"]) and n != launch.processes]
+    launch.before = chance.choice(others)
+    if launch.ending == "shorter":
+        launch.shorter = chance.choice(lengths)
+        fixed = {"sac": ("prioritized",), "dqn": ("prioritized", "anneal-lr")}.get(script, ("anneal-lr",))
+        for name in fixed:  # docs/resume.md: a schedule stands in the way
+            flags.pop(name, None)
+            flags[f"no-{name}"] = ""
+        if script == "dqn":
+            flags["exploration-fraction"] = "0"
 
 
 def switch(chance: random.Random, *names: str) -> dict[str, str]:
@@ -188,11 +286,8 @@ def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, st
         n_pi = chance.choice((1, 2, 3))
         iterations = -(-iterations // n_pi) * n_pi + chance.choice((0, n_pi - 1))
         parts = [d for d in range(1, 13) if n_pi * steps % d == 0]
-        flags |= {
-            "n-pi": str(n_pi),
-            "aux-epochs": chance.choice("0122"),
-            "num-aux-minibatches": str(chance.choice(parts)),
-        }
+        flags |= {"n-pi": str(n_pi), "aux-epochs": chance.choice("0122")}
+        flags["num-aux-minibatches"] = str(chance.choice(parts))
     return flags | {"total-timesteps": str(iterations * steps * num_envs)}
 
 
@@ -209,15 +304,12 @@ def off_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, s
     flags |= {"target-network-frequency": str(chance.choice((1, 10))), "tau": chance.choice(("0.005", "0.5", "1.0"))}
     flags |= switch(chance, "prioritized")
     if script == "dqn":
-        flags |= {"n-step": str(n_step), "loss": chance.choice(("mse", "huber"))} | switch(
-            chance, "double-q", "dueling", "anneal-lr"
-        )
+        flags |= {"n-step": str(n_step), "loss": chance.choice(("mse", "huber"))}
+        flags |= switch(chance, "double-q", "dueling", "anneal-lr")
         flags |= {"max-grad-norm": chance.choice(("inf", "0.5")), "end-e": chance.choice(("0.05", "0.5"))}
     else:
-        flags |= switch(chance, "autotune") | {
-            "policy-frequency": chance.choice("123"),
-            "alpha": chance.choice(("1.0", "0.1")),
-        }
+        flags |= switch(chance, "autotune")
+        flags |= {"policy-frequency": chance.choice("123"), "alpha": chance.choice(("1.0", "0.1"))}
     return flags
 
 
@@ -230,50 +322,35 @@ def tip() -> float:
 
 
 def break_threads() -> None:
-    from common import machine
-
     machine.threadpool_limits = lambda *_: None
 
 
 def break_alignment() -> None:
-    from common import acting, replay, shards
-    from common.run import loop
-
     for module in (acting, loop, replay, shards):
-        module.to_tensor = shards.torch.from_numpy
+        module.to_tensor = torch.from_numpy
 
 
 def break_acting() -> None:
-    from common import acting
-
-    per_shard = acting.per_shard
-    acting.per_shard = lambda *args: lambda *inputs: per_shard(*args)(*inputs) * tip()
+    act = acting.Acting.__call__
+    acting.Acting.__call__ = lambda self, *inputs: act(self, *inputs) * tip()
 
 
 def break_normaliser() -> None:
-    from common.normalization import RunningMoments
-
-    std = RunningMoments.std.fget
-    RunningMoments.std = property(lambda self: std(self) * tip())
+    std = normalization.RunningMoments.std.fget
+    normalization.RunningMoments.std = property(lambda self: std(self) * tip())
 
 
 def break_advantages() -> None:
-    from common import normalization
-
     standardized = normalization.standardized
     normalization.standardized = lambda *args: [x * tip() for x in standardized(*args)]
 
 
 def break_tree() -> None:
-    from common import shards
-
-    shards.tree_sum = lambda parts: sum(parts[1:], parts[0])
+    shards.tree_sum = lambda parts: [sum(x[1:], x[0]) for x in zip(*parts, strict=True)]
 
 
 def break_masses() -> None:
-    from common.replay import ReplayBuffer
-
-    sum_blocks = ReplayBuffer._sum_blocks
+    sum_blocks = replay.ReplayBuffer._sum_blocks
 
     def broken(self) -> None:
         touched = bool(self.touched)
@@ -281,22 +358,76 @@ def break_masses() -> None:
         # more than a rounding: a mass decides only on which side of a border between two places a point falls
         self.block_sums[:1] *= 1 + 0.01 * int(os.environ.get("WORLD_SIZE", 1)) if touched else 1.0
 
-    ReplayBuffer._sum_blocks = broken
+    replay.ReplayBuffer._sum_blocks = broken
 
 
 def break_evaluation() -> None:
-    from common.run import loop
-
     evaluate = loop.evaluate
     loop.evaluate = lambda act, *rest: evaluate(lambda obs: act(obs) * type(obs[0].flat[0])(tip()), *rest)
 
 
 def break_generator() -> None:
-    from common.run import checkpoint
-
     restore = checkpoint.restore
-    skipped = checkpoint.torch.Generator
+    skipped = torch.Generator
     checkpoint.restore = lambda value, saved: None if isinstance(value, skipped) else restore(value, saved)
+
+
+def break_stack() -> None:
+    observations = replay.ReplayBuffer._observations
+
+    def broken(self, env, time):
+        late = int(self.stack > 1 and self.world.rank == 1)
+        return observations(self, env, time - late)
+
+    replay.ReplayBuffer._observations = broken
+
+
+def break_names() -> None:
+    step = environments.EpisodeStatistics.step
+
+    def broken(self, rewards, *ends):
+        *ends, infos = ends
+        if "game_over" in infos:
+            ends = [end & infos["game_over"] for end in ends]
+        return step(self, rewards, *ends, infos)
+
+    environments.EpisodeStatistics.step = broken
+
+
+def break_last_observation() -> None:
+    def broken(self, action):
+        obs, *rest = self.env.step(action)
+        return np.asarray(obs, self.observation_space.dtype), *rest
+
+    simulators.Simulator.step = broken
+
+
+def break_last_step() -> None:
+    """A run that was shorter keeps its last step."""
+    start = loop.Run.load_or_start
+
+    def broken(self, act, last_step, **schedules):
+        start(self, act, last_step, **schedules)
+        kept = Path(self.args.run_dir, "last_step")
+        if self.world.rank == 0 and not kept.exists():
+            kept.write_text(str(last_step))
+        self.world.gather([])
+        self.last_step = int(kept.read_text())
+
+    loop.Run.load_or_start = broken
+
+
+def break_infos() -> None:
+    """Rank 0 alone takes its infos for rewards."""
+    step = environments.Environments.step
+
+    def broken(self, actions):
+        obs, rewards, *ends, infos = step(self, actions)
+        if self.world.rank == 0 and "lives" in infos:
+            rewards = rewards + infos["lives"]
+        return obs, rewards, *ends, infos
+
+    environments.Environments.step = broken
 
 
 VALUES = """
@@ -324,13 +455,9 @@ def serve() -> None:
             os._exit(0)
 
 
-def launched(
-    script: str, words: list[str], output: str, processes: int, kill: float, run_dir: str, broken: str, reply: str
-) -> None:
-    """Fork the ranks of a run, and leave their exit codes in the file `reply`.
-
-    `kill`: seconds from its first checkpoint to their end; negative: never.
-    """
+def launched(start: list, script: str, words: list[str], output: str, run_dir: str, broken: str, reply: str) -> None:
+    """Fork the ranks of a `Start`, and leave their exit codes in the file `reply`."""
+    processes, _, kill, behind_checkpoint = start
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     ranks = []
@@ -339,16 +466,18 @@ def launched(
         if ranks[-1] == 0:
             os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
             start_rank(script, words, output, broken)
-    codes, deadline, checkpoints = {}, time.monotonic() + PATIENCE, Path(run_dir, "checkpoints")
+    codes, checkpoints = {}, Path(run_dir, "checkpoints")
+    deadline = time.monotonic() + (kill if kill >= 0 and not behind_checkpoint else PATIENCE)
     while len(codes) < processes:
         for pid in [pid for pid in ranks if pid not in codes]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-        behind = kill >= 0 and any(path.name.isdigit() for path in checkpoints.glob("*"))
-        if time.monotonic() > deadline or behind:
-            time.sleep(kill if behind else 0)
-            kill = -1.0
+        if any(codes.values()):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if behind_checkpoint and any(path.name.isdigit() for path in checkpoints.glob("*")):
+            behind_checkpoint, deadline = False, time.monotonic() + kill
+        if time.monotonic() > deadline:
             for pid in [pid for pid in ranks if pid not in codes]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -363,11 +492,10 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
-        from common import distributed
-
         if broken in BREAKS:
             BREAKS[broken]()
-        share = distributed.share_memory  # also by four ranks on fewer cores
+        assert_aligned()
+        share = distributed.share_memory  # also by more ranks than cores
         distributed.share_memory = lambda store, rank, size, _, refusal: share(store, rank, size, range(8), refusal)
         sys.argv = [script, *words]
         runpy.run_path(script, run_name="__main__")
@@ -375,6 +503,30 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+def assert_aligned() -> None:
+    """From now on, assert the address of each matrix or image that enters a loss, or a network that acts."""
+
+    def check(what: str, inputs: tuple) -> None:
+        for x in tree_leaves(inputs):
+            address = x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data if isinstance(x, np.ndarray) else 0
+            if address % 64 and x.ndim > 1 and len(x):
+                raise AssertionError(f"{what}: an input of {tuple(x.shape)} begins {address % 64} bytes too late")
+
+    def before_forward(module: torch.nn.Module, inputs: tuple) -> None:
+        name = type(module).__name__
+        if name.endswith("Loss") or name in NETWORKS:
+            check(name, inputs)
+
+    translated = acting.Derived.__call__
+
+    def call(self: Any, *inputs: np.ndarray) -> np.ndarray:
+        check("acting", inputs)
+        return translated(self, *inputs)
+
+    acting.Derived.__call__ = call
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
 
 
 class Servers:
@@ -414,48 +566,81 @@ def environ(threads: str, processor: str) -> dict[str, str]:
 # Running a draw.
 
 
-def words_of(draw: Draw, run_dir: Path) -> list[str]:
-    words = [word for name, value in draw.flags.items() for word in (f"--{name}", value) if word]
+def starts_of(draw: Draw, launch: Launch) -> list[Start]:
+    """What a launch starts, one after another."""
+    flags = dict(draw.flags)
+    if launch.quirks:
+        flags["env-kwargs"] = json.dumps(json.loads(flags["env-kwargs"]) | {"quirks": launch.quirks})
+    if not launch.ending:
+        return [Start(launch.processes, flags)]
+    chance = random.Random(draw.number)
+    flags["resume"] = ""
+    if launch.ending == "shorter":
+        first = Start(launch.before, flags | {"total-timesteps": str(launch.shorter)})
+    elif launch.ending == "killed at any moment":
+        first = Start(launch.before, flags, 10 ** chance.uniform(-1.0, 0.8))
+    else:
+        first = Start(launch.before, flags, chance.uniform(0, 0.3), behind_checkpoint=True)
+    return [first, Start(launch.processes, flags)]
+
+
+def start_of_model(draw: Draw) -> Start:
+    """The short run whose model a draw loads."""
+    flags = {name: value for name, value in draw.flags.items() if name not in ("checkpoint-every", "stop-at-return")}
+    _, total = sizes_of(draw.script, flags)
+    return Start(1, flags | {"total-timesteps": str(total), "eval-every": "0"})
+
+
+def words_of(draw: Draw, start: Start, run_dir: Path) -> list[str]:
+    words = [word for name, value in start.flags.items() for word in (f"--{name}", value) if word]
+    if draw.loads and run_dir.name != "model":
+        words += ["--load-model", str(run_dir.parent / "model" / "model.pt")]
     return [*words, "--save-model", "--run-dir", str(run_dir)]
 
 
-def command(draw: Draw, launch: Launch, processes: int, script: Path, run_dir: Path) -> list[str]:
+def command(draw: Draw, threads: str, start: Start, script: Path, run_dir: Path) -> list[str]:
     python = ["python"]
-    if processes > 1:
-        python = ["torchrun", "--standalone", f"--nproc_per_node={processes}"]
-    variables = [f"OMP_NUM_THREADS={launch.threads}"] if launch.threads else ["-u", "OMP_NUM_THREADS"]
-    resume = ["--resume"] if launch.killed else []
+    if start.processes > 1:
+        python = ["torchrun", "--standalone", f"--nproc_per_node={start.processes}"]
+    variables = [f"OMP_NUM_THREADS={threads}"] if threads else ["-u", "OMP_NUM_THREADS"]
     variables += [f"{name}={x}" for name, x in PROCESSORS[draw.processor].items()]
-    return ["env", *variables, "PYTHONPATH=.:tests", *python, str(script), *words_of(draw, run_dir), *resume]
+    return ["env", *variables, "PYTHONPATH=.:tests", *python, str(script), *words_of(draw, start, run_dir)]
 
 
-def run_of(draw: Draw, launch: Launch, folder: Path, servers: Servers, broken: str) -> Run:
-    """One launch of a draw to its end, where `killed` in two parts."""
-    script, run_dir, output = folder / f"{draw.script}_ddp.py", folder / f"{launch.processes}", folder / "output"
+def script_of(draw: Draw, folder: Path, broken: str) -> Path:
+    """Write the script with the draw's edit."""
+    script = folder / f"{draw.script}_ddp.py"
     source = edited(script.name, (ROOT / script.name).read_text(), *draw.changes)
     added = EDITS[draw.edit][draw.script] if draw.edit else ""
     added += VALUES if broken == "values" and draw.script in ("ppo", "ppg") else ""
     end = '\n\nif __name__ == "__main__":'
     assert end in source
     script.write_text(source.replace(end, f"\n{added}{end}"))
-    output.unlink(missing_ok=True)
-    chance, code = random.Random(draw.number), 0
-    parts = [(launch.killed, chance.uniform(0, 0.3))] if launch.killed else []
-    for processes, kill in [*parts, (launch.processes, -1.0)]:
-        if draw.real and kill < 0:
-            words = command(draw, launch, processes, script, run_dir)
+    return script
+
+
+def run_of(
+    draw: Draw, threads: str, starts: list[Start], script: Path, run_dir: Path, servers: Servers, broken: str
+) -> Run:
+    """Start a script, once or twice, to its end."""
+    output = script.with_name("output")
+    for start in starts:
+        output.write_text("")
+        if draw.real and start.kill < 0:
+            words = command(draw, threads, start, script, run_dir)
             words = [str(Path(sys.executable).with_name(x)) if x in ("python", "torchrun") else x for x in words]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             process = subprocess.Popen(words, cwd=ROOT, env=environ("", "this"), start_new_session=True, **pipes)
             done = finish(process, run_dir)
             code, text = done.code, done.out
         else:
-            threads = launch.threads or ("1" if processes > 1 else "")  # torchrun sets one where none is set
-            words = words_of(draw, run_dir) + (["--resume"] if launch.killed else [])
-            job = {"script": str(script), "words": words, "output": str(output), "processes": processes}
-            job |= {"kill": kill, "run_dir": str(run_dir), "broken": broken}
-            codes = servers.ask(threads, draw.processor, folder / "reply", **job)
+            threads = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
+            job = {"start": start, "script": str(script), "words": words_of(draw, start, run_dir)}
+            job |= {"output": str(output), "run_dir": str(run_dir), "broken": broken}
+            codes = servers.ask(threads, draw.processor, script.with_name("reply"), **job)
             code, text = max(codes, key=abs), output.read_text()
+        if code and start.kill < 0:
+            break
     return Run(code, text, text, run_dir)
 
 
@@ -463,14 +648,23 @@ def gradient_steps(draw: Draw, run: Run) -> int:
     """At least so many were taken."""
     if draw.script in ("ppo", "ppg"):
         return int(sum(run.column("losses/epochs"))) * int(draw.flags["num-minibatches"])
-    total, starts, each = (int(draw.flags[x]) for x in ("total-timesteps", "learning-starts", "train-frequency"))
+    starts, each = int(draw.flags["learning-starts"]), int(draw.flags["train-frequency"])
+    total = int(run.rows[-1]["global_step"])
     return total // each - (starts + int(draw.flags["num-envs"])) // each
 
 
 def tried(draw: Draw, servers: Servers, broken: str = "") -> str:
     """Run all launches -> "same", "refused", "short", or what parts."""
     with tempfile.TemporaryDirectory() as name:
-        runs = [run_of(draw, launch, Path(name), servers, broken) for launch in draw.launches]
+        folder, runs = Path(name), []
+        script = script_of(draw, folder, broken)
+        if draw.loads:
+            made = run_of(draw, "1", [start_of_model(draw)], script, folder / "model", servers, broken)
+            if made.code:
+                return f"no model: {made.out[-3000:]}"
+        for launch in draw.launches:
+            run_dir = folder / f"{launch.processes}"
+            runs.append(run_of(draw, launch.threads, starts_of(draw, launch), script, run_dir, servers, broken))
         codes, text = [run.code for run in runs], "".join(run.out for run in runs)
         if draw.edit in REFUSED and all(re.search(TOLD, run.out) for run in runs):
             return "refused"
@@ -556,34 +750,35 @@ def report(
         return
     if result.startswith("part"):
         draw = shrunk(draw, servers, args.broken)
+    script, runs = Path(f"{draw.script}_ddp.py"), Path("runs")
+    if draw.loads:
+        print("    ", shlex.join(command(draw, "1", start_of_model(draw), script, runs / "model")))
     for launch in draw.launches:
-        for processes in filter(None, (launch.killed, launch.processes)):
-            script = Path(f"{draw.script}_ddp.py")
-            print("    ", shlex.join(command(draw, launch, processes, script, Path("runs") / f"{launch.processes}")))
+        for start in starts_of(draw, launch):
+            killed = f"  # killed after {start.kill:.2f} s" if start.kill >= 0 else ""
+            words = command(draw, launch.threads, start, script, runs / f"{launch.processes}")
+            print("    ", shlex.join(words) + killed)
     if draw.edit:
         print(f"    with these lines before the last two of the script:{EDITS[draw.edit][draw.script]}", flush=True)
 
 
 def count_values(draw: Draw, counts: dict[str, Counter]) -> None:
-    """Add what a draw had, flag by flag; numbers of many values by their number of digits."""
-    environment = json.loads(draw.flags["env-kwargs"])
-    values = {"script": draw.script, "edit": draw.edit or "none", "launched as a user does": str(draw.real)}
-    values |= {"observations": f"{environment['dtype']}, {len(environment['shape'])}-D"}
-    values |= {
-        "actions": environment.get("action_dtype", "discrete"),
-        "terminations": str(environment["end"]),
-        "truncations": str(environment["cut"]),
-    }
-    values["processor"] = draw.processor
-    values["killed on, then on"] = ", ".join(f"{x.killed}, {x.processes}" for x in draw.launches if x.killed) or "none"
-    for launch, name in zip(draw.launches, ("OMP_NUM_THREADS of python", "OMP_NUM_THREADS of torchrun"), strict=True):
-        values[name] = launch.threads or "unset"
-    values["processes"] = str(draw.launches[1].processes)
+    """Add what a draw had, name by name, except what has many values."""
     many = {"seed", "total-timesteps", "eval-every", "learning-starts", "buffer-size", "log-every", "checkpoint-every"}
-    many |= {"check-sync-every", "env-id", "env-kwargs", "num-steps"}
-    values |= {f"--{name}": value or "on" for name, value in draw.flags.items() if name not in many}
+    many |= {"check-sync-every", "env-kwargs", "num-steps", "stop-at-return", "shape", "actions"}
+    options = json.loads(draw.flags["env-kwargs"])
+    values = {
+        name: "on" if value == "" else value for name, value in (draw.flags | options).items() if name not in many
+    }
+    values |= {"script": draw.script, "edit": draw.edit or "none", "processor": draw.processor}
+    values |= {"launched as a user does": draw.real, "loads a model": draw.loads}
+    values |= {"processes": draw.launches[1].processes, "actions": options.get("action_dtype", "discrete")}
+    twice = [x for x in draw.launches if x.ending]
+    values["started twice"] = "".join(f"{x.ending}, on {x.before}, then {x.processes}" for x in twice) or "no"
+    values["quirks"] = "; ".join(name for x in draw.launches for name in x.quirks) or "none"
+    values["OMP_NUM_THREADS"] = ", then ".join(launch.threads or "unset" for launch in draw.launches)
     for name, value in values.items():
-        counts.setdefault(name, Counter())[value] += 1
+        counts.setdefault(name, Counter())[str(value)] += 1
 
 
 if __name__ == "__main__":

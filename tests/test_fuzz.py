@@ -1,19 +1,26 @@
 """A few draws of tests/fuzz.py, and that it finds what is broken."""
 
+import json
+from collections import Counter
+
 import fuzz
 
-FEW = {"ppo": 3, "ppg": 41, "dqn": 32, "sac": 4}  # draws of seed 1 that are short, one of each script
+# Draws of seed 1 that are short: a longer run whose environments have quirks, a killed one, last observations in the
+# environment's own buffer, and stacked frames.
+FEW = {"ppo": 223, "ppg": 41, "sac": 1226, "dqn": 565}
+FOUND = {"acting": "ppo", "names": "ppo", "stack": "dqn"}  # known breaks, and the draw that finds each
 
 
 def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes():
-    """One of each script, one of them killed and resumed. Acting that depends on the number of processes is found."""
+    """One of each script. Breaks that depend on processes, and one that is in all of them alike, are found."""
     servers = fuzz.Servers()
     try:
         for script, number in FEW.items():
             draw = fuzz.drawn(1, number)
             assert draw.script == script
             assert fuzz.tried(draw, servers) == "same", f"python tests/fuzz.py --seed 1 --only {number}"
-        assert fuzz.tried(fuzz.drawn(1, FEW["ppo"]), servers, "acting").startswith("part in row")
+        for broken, script in FOUND.items():
+            assert fuzz.tried(fuzz.drawn(1, FEW[script]), servers, broken).startswith("part in"), broken
     finally:
         servers.close()
 
@@ -21,9 +28,20 @@ def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes():
 def test_draws_repeat_and_vary():
     assert fuzz.drawn(3, 14) == fuzz.drawn(3, 14)
     draws = [fuzz.drawn(3, number) for number in range(300)]
+    launches = [launch for draw in draws for launch in draw.launches]
     assert {draw.script for draw in draws} == set(fuzz.LOSSES)
-    assert {draw.edit for draw in draws} == {"", *fuzz.EDITS} and {draw.processor for draw in draws} == {
-        *fuzz.PROCESSORS
-    }
-    assert sum("action_dtype" in draw.flags["env-kwargs"] for draw in draws) >= 150, "too few continuous actions"
-    assert sum(any(launch.killed for launch in draw.launches) for draw in draws) >= 30
+    assert {draw.edit for draw in draws} == {"", *fuzz.EDITS}
+    assert {draw.processor for draw in draws} == {*fuzz.PROCESSORS}
+    assert {draw.launches[1].processes for draw in draws} == {2, 4, 8}
+    assert sum("action_dtype" in draw.flags["env-kwargs"] for draw in draws) >= 130, "too few continuous actions"
+    endings = Counter(launch.ending for launch in launches)
+    quirks = Counter(name for launch in launches for name in launch.quirks)
+    assert min(endings[name] for name in fuzz.ENDINGS) >= 12, endings
+    assert min(quirks[name] for name in fuzz.QUIRKS) >= 30, quirks
+    families = Counter(draw.flags["env-id"].partition("/")[0] for draw in draws)
+    assert families["ALE"] >= 20 and families["MinAtar"] >= 10, families
+    stacks = [json.loads(draw.flags["env-kwargs"]).get("stack_num", 0) for draw in draws if draw.script == "dqn"]
+    assert sum(stack > 1 for stack in stacks) >= 8, stacks
+    assert sum("network" in draw.flags for draw in draws) >= 5
+    assert sum("stop-at-return" in draw.flags for draw in draws) >= 10
+    assert sum(draw.loads for draw in draws) >= 10
