@@ -333,7 +333,7 @@ MACHINE = [
     Case("two ranks: SIGTERM", "ppg", "", 1, during="kill $PID", processes=2),
     Case("two ranks: disk full", "dqn", "", 1, FULL, first="ulimit -f 4", processes=2, ran=True),
     Case("disk full", "ppo", "", 1, FULL, first="ulimit -f 4", ran=True),
-    Case("disk full at the start", "ppo", "", 1, "run/config.json: cannot be written", first="ulimit -f 0"),
+    Case("disk full at the start", "ppo", "", 1, "run/config.json: cannot be written", first="ulimit -f 1"),
     Case(
         "disk full at the model",
         "ppo",

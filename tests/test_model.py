@@ -86,7 +86,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     assert "size mismatch for trunk.layers.0.weight" in said and "\n" not in said
     assert "Missing key(s) in state_dict" in refusal("dqn_ddp.py", tmp_path, load_model=path)
     assert "Missing key(s) in state_dict" in refusal("ppg_ddp.py", tmp_path, load_model=path, norm_obs=True)
-    for name, other in (("norm_obs", False), ("norm_reward", False), ("network", "impala")):
+    for name, other in (("norm_obs", False), ("norm_reward", False)):
         settings = {"load_model": path, "norm_obs": True} | {name: other}
         flag = "--" + name.replace("_", "-")
         trained = torch.load(path, weights_only=True)["args"][name]
