@@ -25,7 +25,7 @@ SMALL = {  # what makes a command short; the last of a flag's values counts
 
 
 def is_ours(word: str) -> bool:
-    return word.endswith(".py") or word.startswith(("benchmark.", "common."))
+    return word.endswith(".py") or word.startswith("benchmark.")
 
 
 def commands() -> dict[str, list[str]]:
