@@ -353,10 +353,9 @@ def break_masses() -> None:
     sum_blocks = replay.ReplayBuffer._sum_blocks
 
     def broken(self) -> None:
-        touched = bool(self.touched)
         sum_blocks(self)
         # more than a rounding: a mass decides only on which side of a border between two places a point falls
-        self.block_sums[:1] *= 1 + 0.01 * int(os.environ.get("WORLD_SIZE", 1)) if touched else 1.0
+        self.block_sums[0] = self.priorities[0].sum() * (1 + 0.01 * int(os.environ.get("WORLD_SIZE", 1)))
 
     replay.ReplayBuffer._sum_blocks = broken
 
