@@ -10,6 +10,7 @@ import datetime
 import gc
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from common.errors import require, require_divisible
+from common.errors import Fault, require, require_divisible
 from common.memory import SLOT, SharedMemory, share_memory
 from common.watchdog import GRACE, Watchdog, end_with_parent
 
@@ -101,6 +102,8 @@ class World:
     def _init_process_group(self, timeout: float, shared_memory: bool) -> None:
         store = dist.HashStore()
         if "RANK" in os.environ:
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                require_launcher(timeout)
             limit = datetime.timedelta(seconds=0.8 * timeout)  # torch says who is missing, before the watchdog ends
             store, *_ = next(rendezvous("env://", timeout=limit))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it holds the keys of earlier attempts
@@ -154,3 +157,11 @@ class World:
         table = self.gather([*parts, *maxima.values()])  # collective
         totals = table[:, : len(parts)].reshape(self.num_shards, -1).sum(0), table[:, len(parts) :].max(0)
         return dict(zip([*sums[0], *maxima], map(float, np.concatenate(totals)), strict=True))
+
+
+def require_launcher(timeout: float) -> None:
+    """Raise `Fault` if the torchrun that started this process is gone already; its signal can then not come."""
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout).close()
+    except ConnectionRefusedError as error:
+        raise Fault("torchrun, which started this, is gone.") from error

@@ -277,7 +277,8 @@ def make_envs(
         if name in RESERVED_OPTIONS.get(family, ()):
             raise BadInput(f"--env-kwargs {env_kwargs}: {name} is not to be set here; leave it out.")
     try:
-        envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, life_loss)
+        own = {"life_loss": life_loss, "one_episode": domain == EVALUATION}
+        envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, **own)
     except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
         reason = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:  # None for a user's module

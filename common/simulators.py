@@ -35,9 +35,11 @@ def make_vec(
     num_threads: int = 1,
     life_loss: bool = False,
     draws: bool = False,
+    one_episode: bool = False,
 ) -> VectorEnv:
     """The bare environments of an id, which reset in the step that ends an episode. `draws`: for films.
 
+    `one_episode`: those that are written in Python stand still after an episode, for evaluation.
     `seed`: for what they draw from beside their own generators. Raises what the simulators do.
     """
     seed_libraries(seed)
@@ -64,7 +66,7 @@ def make_vec(
         return gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **own)
     if draws:
         options = {"render_mode": "rgb_array"} | options
-    wrappers = [partial(Simulator, make=partial(gym.make, env_id, **options), seed=seed)]
+    wrappers = [partial(Simulator, make=partial(gym.make, env_id, **options), seed=seed, one_episode=one_episode)]
     if family == "MinAtar":
         from minatar.gym import register_envs
 
@@ -96,13 +98,17 @@ def kept_random_state() -> Iterator[None]:
 class Simulator(gym.Wrapper):
     """One environment that is written in Python. `make` makes it once more.
 
+    `one_episode`: it stands still after an episode until it gets a seed. Else what an environment remembers would
+    depend on how long others play, which is another time on another number of processes.
     In a worker process Ctrl-C spares it, and it never outlives its rank. There, libraries are seeded
     for it alone, and at each reset with a seed, so that what follows depends on that only.
     """
 
-    def __init__(self, env: gym.Env, make: Callable[[], gym.Env], seed: int) -> None:
+    def __init__(self, env: gym.Env, make: Callable[[], gym.Env], seed: int, one_episode: bool) -> None:
         super().__init__(env)
         self.make = make
+        self.one_episode = one_episode
+        self.ended = False
         name, _, index = multiprocessing.current_process().name.partition("-")
         self.in_worker = name == "Worker<AsyncVectorEnv>"  # the rank itself makes one too, for its spaces
         if self.in_worker:
@@ -116,14 +122,21 @@ class Simulator(gym.Wrapper):
             with kept_random_state():
                 self.env = self.make()
             options = None
+        if self.ended and seed is None:
+            return self.last_obs, {}
+        self.ended = False
         if self.in_worker and seed is not None:
             seed_libraries(seed)
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        if self.ended:
+            return self.last_obs, 0.0, False, False, {}
         obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:  # the vector keeps it while it resets, and many return one array at each step
             obs = np.array(obs, self.observation_space.dtype)
+            self.last_obs = obs
+            self.ended = self.one_episode
         return obs, reward, terminated, truncated, info
 
 

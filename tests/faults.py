@@ -185,7 +185,7 @@ EDITS = [  # what, script, flags, what is said ("": it trains), the replacements
         "",
         "metrics.csv has no column mine; add it to COLUMNS",
         [
-            ('row |= {"charts/learning_rate"', 'row |= {"mine"'),
+            ('row["charts/learning_rate"] =', 'row["mine"] ='),
         ],
     ),
     (

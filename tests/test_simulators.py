@@ -4,7 +4,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from common.environments import TRAINING, Environments, make_envs, open_environments
+from common.distributed import World
+from common.environments import EVALUATION, TRAINING, Environments, make_envs, open_environments
+from common.episodes import evaluate
 from ppo_ddp import Args
 from runs import run
 
@@ -118,7 +120,7 @@ def test_a_game_that_its_limit_of_frames_ends_is_counted():
     assert truncated > 20 and len(envs.episodes.finished) == truncated
 
 
-class Tiny(gym.Env):
+class Denormal(gym.Env):
     """Rewards are made of a denormal number."""
 
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(2)
@@ -133,13 +135,13 @@ class Tiny(gym.Env):
         return np.zeros(2, np.float32), float(reward[0]), False, False, {}
 
 
-gym.register("Tiny-v0", Tiny)
+gym.register("Denormal-v0", Denormal)
 
 
 def test_simulators_take_denormal_numbers_alike_in_this_process_and_in_their_own():
     rewards = []
     for vectorization in ("sync", "async"):
-        args = Args(env_id="Tiny-v0", num_envs=2, vectorization=vectorization, eval_every=0)
+        args = Args(env_id="Denormal-v0", num_envs=2, vectorization=vectorization, eval_every=0)
         with open_environments(args, (gym.spaces.Discrete,)) as envs:
             envs.start()
             rewards.append(envs.step(np.zeros(2, np.int64))[1].tolist())
@@ -152,3 +154,37 @@ def test_a_slow_simulator_is_no_hang(tmp_path, monkeypatch):
     flags = "--env-id tests.envs:SlowCartPole-v0 --num-envs 1 --total-timesteps 80 --learning-starts 70 --timeout 2"
     flags += " --train-frequency 4 --eval-every 0 --log-every 80 --batch-size 4 --save-model"
     assert run("dqn_ddp.py", 1, flags, tmp_path).code == 0
+
+
+class Remembers(gym.Env):
+    """Rewards are how many episodes it has begun; an episode is as long as its seed says."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(2)
+    episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episodes += 1
+        self.left = int(self.np_random.integers(1, 40))
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.left -= 1
+        return np.zeros(2, np.float32), float(self.episodes), self.left == 0, False, {}
+
+
+gym.register("Remembers-v0", Remembers)
+
+
+def test_how_long_others_play_changes_no_evaluation():
+    """The third evaluation of an environment that remembers is the same alone and beside others."""
+
+    def returns(indices) -> list[float]:
+        envs = make_envs("Remembers-v0", 1, EVALUATION, indices, (gym.spaces.Discrete,))
+        for _ in range(3):
+            row = evaluate(lambda obs: np.zeros(len(obs), np.int64), envs, 4, World(False))
+        envs.close()
+        return row["eval/episodic_return"]
+
+    alone = sum(returns([i]) for i in range(4))
+    assert returns(range(4)) == pytest.approx(alone) and alone > 0

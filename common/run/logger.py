@@ -49,10 +49,9 @@ class Logger:
         self.eval_envs = eval_envs
         self.film = None
         if args.capture_video:
-            try:
-                from common.run.video import film
-            except ImportError as error:
-                raise BadInput("--capture-video: needs av: pip install av") from error
+            from common.run.video import film, import_encoder
+
+            import_encoder()
             self.film = film
         self.latest: dict[str, float] = {"global_step": 0}  # the newest number of each column
         self.num_rows = 0

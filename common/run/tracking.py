@@ -46,6 +46,8 @@ class Wandb:
             for name, path in source_files(file).items():
                 source.add_file(str(path), name=name)
             self.run.log_artifact(source)
+        except ImportError as error:
+            raise BadInput("--track: needs wandb: pip install wandb") from error
         except Exception as error:  # wandb's own, and those of its settings
             reason = one_line(error)
             if "project name" in reason:

@@ -11,13 +11,23 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-import av
 import numpy as np
 
 from common.environments import Episode
+from common.errors import BadInput
 from common.run.arguments import RunArgs
 from common.simulators import kept_random_state, make_vec
+
+
+def import_encoder() -> Any:
+    """The package that writes films. Raises `BadInput` (--capture-video) if it is missing."""
+    try:
+        import av
+    except ImportError as error:
+        raise BadInput("--capture-video: needs av: pip install av") from error
+    return av
 
 
 def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
@@ -35,6 +45,7 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
 
 
 def play_and_draw(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
+    av = import_encoder()
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
