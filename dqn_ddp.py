@@ -222,14 +222,13 @@ def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: t
             rb.start(obs)
         if starts or step % NOISE_STEPS == 0:
             # all environments' noise is drawn on every process, each takes its own
-            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator)
-            noise = noise[:, :, local_envs].numpy()
+            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator).numpy()
         epsilon = linear_schedule(args.start_e, args.end_e, step * args.num_envs / exploration_steps)
         explore, choice = noise[step % NOISE_STEPS]
-        actions = (choice * num_actions).astype(np.int64)
+        actions = (choice[local_envs] * num_actions).astype(np.int64)
         greedy = explore >= epsilon
-        if greedy.any():
-            actions = np.where(greedy, policy(obs).argmax(-1), actions)
+        if greedy.any():  # in any process, so that all call the policy at the same steps
+            actions = np.where(greedy[local_envs], policy(obs).argmax(-1), actions)
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
         learned = np.sign(rewards) if envs.atari else rewards

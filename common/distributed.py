@@ -102,11 +102,12 @@ class World:
     def _init_process_group(self, timeout: float, shared_memory: bool) -> None:
         store = dist.HashStore()
         if "RANK" in os.environ:
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            launcher_stores = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if launcher_stores:
                 require_launcher(timeout)
             limit = datetime.timedelta(seconds=0.8 * timeout)  # torch says who is missing, before the watchdog ends
             store, *_ = next(rendezvous("env://", timeout=limit))
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it holds the keys of earlier attempts
+            if launcher_stores:  # it holds the keys of earlier attempts
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         on_gpu = self.device.type == "cuda"
         if on_gpu:

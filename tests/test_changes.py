@@ -64,6 +64,15 @@ CHANGES = {
         ('"entropy": entropy_loss}', '"entropy": entropy_loss, "activity": activity}'),
         ('"losses/entropy", ', '"losses/entropy", "losses/activity", '),
     ),
+    "a number that changes": (
+        "dqn",
+        ("        features = self.trunk(obs)\n", "        features = self.trunk(obs) * self.factor\n"),
+        (
+            "        self.head = self._stream(num_actions)\n",
+            "        self.factor = 1.0\n        self.head = self._stream(num_actions)\n",
+        ),
+        (SET, f"        q_network.factor = 1.0 + global_step / 32\n{SET}"),
+    ),
     "LayerNorm, ppo": ("ppo", (LAST_LAYER, f"{LAST_LAYER}, nn.LayerNorm(64)")),
     "LayerNorm, ppg": ("ppg", (LAST_LAYER, f"{LAST_LAYER}, nn.LayerNorm(64)")),
     "LayerNorm, dqn": ("dqn", ("self.num_features), nn.ReLU()]", "self.num_features), nn.LayerNorm(120)]")),
