@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import tyro
 
@@ -24,7 +23,7 @@ from benchmark import plot, scaling, speed
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
 from common.errors import BadInput
-from runs import PATIENCE, ROOT, descendants, wait_until
+from runs import PATIENCE, ROOT, wait_until
 from runs import run as run_script
 from tools.onefile import one_file
 
@@ -67,22 +66,6 @@ def test_agreement_of_two_world_sizes_by_hand():
     assert plot.agreement(one, curve([2], [[1.0, 2.0, 3.0]], 2.0)) == "the same bytes"
 
 
-def test_agreement_of_runs_with_different_numbers_of_rows():
-    """Joined by step: a score before learning that only one has does not count, an end that only one has does."""
-
-    def curve(steps: list[tuple[int, str, str]]) -> plot.Curve:
-        rows = [{"global_step": str(s), "eval/episodic_return": e, "charts/episodes": n} for s, e, n in steps]
-        return plot.Curve(np.array([100, 200]), np.ones((1, 3)), np.ones((1, 3)), [rows], [1], (1,))
-
-    start, short = [(0, "0.5", "")], [(100, "", "7"), (100, "1.0", ""), (200, "", "8")]
-    whole, other = [*short, (200, "2.0", ""), (300, "", "9")], [*short[:2], (200, "", "9")]
-    assert plot.agreement(curve(whole), curve(start + whole)) == "the same bytes"
-    assert plot.agreement(curve(start + whole), curve(whole)) == "the same bytes"
-    for one, two in ((whole, short), (short, whole), (start + whole, short)):
-        assert plot.agreement(curve(one), curve(two)) == "200; overlap"
-    assert plot.agreement(curve(whole), curve(other)) == plot.agreement(curve(other), curve(whole)) == "100; overlap"
-
-
 def test_training_episodes_by_tenths_of_a_run():
     """Each row counts its episodes; one on a border belongs to the tenth that it ends; one without any is refused."""
     returns = [(10, "", 1.0), (50, "2.0", 3), (100, "4.0", 1), (150, "8.0", 1)]
@@ -113,11 +96,6 @@ def test_every_command_is_accepted(suite):
     assert all(env_id in SCALES for _, env_id in REFERENCES)
 
 
-def test_flags_may_be_quoted():
-    command = runner.Run("own", "ppo_ddp.py", "CartPole-v1", """--env-kwargs '{"a": 1}' --seed 2""", 1, 1, "")
-    assert command.command(Path("somewhere"))[-5:-2] == ['{"a": 1}', "--seed", "2"]
-
-
 TINY = """
 from benchmark.suites import work
 
@@ -135,52 +113,6 @@ def start_tiny(folder: Path, long: bool, *filters: str) -> subprocess.Popen:
     (folder / "tiny.py").write_text(TINY.replace("LONG", str(long)))
     env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen([*RUN, "--filter", *filters], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_a_killed_runner_loses_nothing_and_repeats_nothing(tmp_path):
-    """SIGKILL while two of five runs go on: these end too; SIGINT while the next start runs them: they end at a
-    boundary, and meanwhile a second runner is refused; the third start runs just them, and the one after them."""
-
-    def start(long: bool) -> subprocess.Popen:
-        return start_tiny(tmp_path, long, "w1")
-
-    work, results = tmp_path / "work" / "tiny", tmp_path / "results" / "tiny"
-    process = start(long=True)
-    begun = [work / f"CartPole-v1__ppo_ddp-long__w1__s{seed}" / "metrics.csv" for seed in (1, 2)]
-    wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
-    family = descendants(process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    finished = {path.name: path.read_bytes() for path in results.iterdir()}
-    assert sorted(finished) == [
-        f"CartPole-v1__ppo_ddp__w1__s{seed}.{kind}" for seed in (1, 2) for kind in ("csv", "json")
-    ]
-    assert len(family) == 3 and not psutil.wait_procs(family, timeout=60)[1], "a run outlived its runner"
-
-    for path in begun:
-        path.unlink()
-    process = start(long=True)
-    wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 3 for path in begun), process)
-    family = descendants(process)
-    with pytest.raises(BadInput, match=f"--work {work.parent}: another benchmark.run is using it"):
-        runner.main(runner.Args("classic", cores=2, results=tmp_path / "results", work=work.parent))
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and output.count(" ended in ") == 2, output
-    assert "2 of 5 are recorded; the same command goes on" in output and len(list(results.iterdir())) == 4
-    assert len(family) == 3 and not psutil.wait_procs(family, timeout=60)[1], "a run outlived its runner"
-
-    process = start(long=False)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and "5 runs, 2 of them recorded" in output, output
-    assert sum("done in" in line for line in output.splitlines()) == 3
-    assert all((results / name).read_bytes() == content for name, content in finished.items())
-    record = json.loads((results / "CartPole-v1__ppo_ddp-long__w1__s2.json").read_text())
-    assert record["seed"] == 2 and record["world_size"] == 1 and record["device"] and record["seconds"] > 0
-    assert record["command"].startswith("python ppo_ddp.py --env-id CartPole-v1 --seed 2 ")
-    header, *rows = (results / "CartPole-v1__ppo_ddp-long__w1__s2.csv").read_text().splitlines()
-    assert header == ",".join(runner.RECORDED) and rows[-1].startswith("1280,")
 
 
 @pytest.mark.parametrize(
@@ -292,13 +224,6 @@ def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, ca
     assert "1 runs, 1 of them recorded" in started(64)
 
 
-def test_two_suites_do_not_share_directories(tmp_path):
-    """Whose runs may have one name."""
-    flags = "ppo_ddp.py", "CartPole-v1", "", 1, 1, ""
-    one, two = (runner.Run(suite, *flags).folder(tmp_path) for suite in ("mine", "yours"))
-    assert one.name == two.name and one != two
-
-
 def test_a_failed_run_is_reported_with_its_log(tmp_path):
     """Of one process, and of two, where torchrun's own report comes after the error."""
     process = start_tiny(tmp_path, True, "NoSuchEnv")
@@ -372,39 +297,6 @@ def test_the_buffer_is_timed():
     lines = result.stdout.strip().splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["sample", "update"]
     assert all(float(line.split()[1]) > 0.0 for line in lines)
-
-
-def test_settings_of_a_comparison_are_checked():
-    assert speed.Args(against="HEAD").rows == (1, 3, 5, 6) and speed.Args().rows == tuple(range(1, 12))
-    settings = {"--rows: 7, 8 and 9": {"rows": (1, 8), "against": "HEAD"}, "--keep-omp: needs": {"keep_omp": True}}
-    for said, given in (settings | {"--repetitions 0: must be at least 1": {"repetitions": 0}}).items():
-        with pytest.raises(ValueError, match=f"^{said}"):
-            speed.Args(**given)
-
-
-INTERRUPTED = """
-import signal, sys
-from functools import partial
-from pathlib import Path
-from benchmark import speed
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & would have it ignored
-speed.ROOT, speed.WORKS = Path(sys.argv[1]), {5: {"ours": partial(speed.ours, "benchmark/script.py", "")}}
-speed.main(speed.Args(rows=(5,), against="HEAD"))
-"""
-
-
-def test_an_interrupted_comparison_leaves_nothing(tmp_path):
-    """Neither the commit's files nor a run."""
-    temporary, notes = repository(tmp_path) / "temporary", tmp_path / "notes"
-    env = os.environ | {"TMPDIR": str(temporary), "NOTES": str(notes), "WAIT": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(tmp_path)], env=env, stderr=subprocess.PIPE)
-    wait_until(lambda: notes.exists() and notes.read_text(), process)
-    family = descendants(process)
-    assert len(family) == 2 and any(temporary.iterdir())
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=PATIENCE)
-    assert not psutil.wait_procs(family, timeout=10)[1] and not any(temporary.iterdir())
 
 
 @pytest.mark.parametrize("suite", [suite for suite in SUITES if (RESULTS / suite).exists()])

@@ -2,11 +2,9 @@
 
 import csv
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,7 +17,6 @@ import ppo_ddp
 from benchmark import compare, plot
 from benchmark import run as runner
 from common.distributed import World
-from common.errors import BadInput
 from common.run.arguments import parse
 from common.run.record import changes, environment_record, processor, source_record
 from runs import PATIENCE, ROOT
@@ -125,38 +122,6 @@ def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
     assert told(capsys, recorded / "a", d)[0] == 0
 
 
-def test_a_file_that_is_cut_off_is_told(recorded, tmp_path, capsys):
-    b = shutil.copytree(recorded / "a", tmp_path / "b")
-    content = (b / "metrics.csv").read_bytes()
-    (b / "metrics.csv").write_bytes(content[:-9])
-    code, said = told(capsys, recorded / "a", b)
-    assert code == 1 and "ends at step 320, " in said and "(13 rows against 12)" in said
-    assert said.count("its last line is cut off") == 1 and "they part" not in said
-    (b / "metrics.csv").write_bytes(b"")
-    with pytest.raises(BadInput, match="metrics.csv: holds no whole row"):
-        compare.load(b)
-    with pytest.raises(BadInput, match="nowhere: is no run directory and no recorded curve"):
-        compare.load(tmp_path / "nowhere")
-
-
-def test_a_pipe_that_closes_ends_it_without_a_traceback(recorded):
-    """As `| head -1` does."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "benchmark.compare", str(recorded / "a"), str(recorded / "again")]
-    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
-    os.close(write)
-    assert done.returncode == -signal.SIGPIPE and not done.stderr
-
-
-def test_a_row_before_learning_that_only_one_has_is_left_out(recorded, tmp_path, capsys):
-    b = shutil.copytree(recorded / "a", tmp_path / "b")
-    lines = (b / "metrics.csv").read_text().splitlines(True)
-    assert lines[1].startswith("0,")
-    (b / "metrics.csv").write_text("".join([lines[0], *lines[2:]]))
-    assert told(capsys, recorded / "a", b)[0] == 0
-
-
 def test_the_row_before_learning_changes_no_other(tmp_path, recorded):
     """The rows of a run without evaluations are those of one with."""
     ppo_ddp.main(ppo_ddp.Args(**SMALL | {"eval_every": 0}, run_dir=str(tmp_path / "b")))
@@ -223,15 +188,6 @@ def test_a_suite_of_ones_own(tmp_path):
     assert "](runs/figures/own/CartPole-v1.svg)\n<!-- end own -->\nmine too\n" in (tmp_path / "README.md").read_text()
 
 
-def test_a_readme_without_the_markers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "README.md").write_text("nothing of it")
-    args = plot.Args("minatar", figures=tmp_path / "figures", readme=tmp_path / "README.md")
-    with pytest.raises(BadInput, match="--readme .*: must be a file with a line <!-- minatar --> and, after it, "):
-        plot.main(args)
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
-
-
 def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
     """Computed from the files: one process and two, where all seeds' rows are the same."""
     (tmp_path / "pair.py").write_text(
@@ -257,13 +213,3 @@ def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
     other = write("3.0")
     assert [curve.processes for curve in other.values()] == ["1 process", "2 processes"]
     assert "the same bytes" not in plot.table(other, suite)
-
-
-def test_six_lines_an_axes_at_most():
-    """Each number of processes has a row of its own, and as many rows as its lines need."""
-    curves = {(f"script{i}", size): f"{i} {size}" for i in range(7) for size in (1, 2)}
-    rows = plot.panels(curves)
-    assert [len(row) for row in rows] == [6, 1, 6, 1]
-    assert sorted(curve for row in rows for _, curve in row) == sorted(curves.values())
-    shown = plot.colours([f"script{i}" for i in range(6)] + ["ppo_ddp"])
-    assert len(set(shown.values())) == 7 and shown["ppo_ddp"] == plot.COLOURS["ppo_ddp"]
