@@ -91,10 +91,7 @@ def test_the_same_bytes(recorded, capsys):
 def test_two_seeds_part_at_once(recorded, capsys):
     code, said = told(capsys, recorded / "a", recorded / "other")
     assert code == 1 and "they part in row 1, step 0: eval/episodic_return is " in said
-    assert (
-        re.search(r"model.pt: \d+ tensors of 18 differ, most agent\S+, by ", said)
-        and "\n    args.seed: 1 against 2\n" in said
-    )
+    assert "\n    args.seed: 1 against 2\n" in said and re.search(r"model.pt: \d+ tensors of 18 differ", said)
 
 
 def changed_copy(recorded: Path, folder: Path, row: int, name: str, change) -> Path:
@@ -116,8 +113,6 @@ def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
     code, said = told(capsys, recorded / "a", b)
     assert code == 1 and "they part in row 5, step 128: losses/value_loss is " in said and ", 1.0e-06 of it\n" in said
     assert "all columns agree to 0.001 as far as both go" in said and "model.pt" not in said
-    c = changed_copy(recorded, tmp_path / "c", 4, "losses/value_loss", lambda x: repr(float(x) * 2))
-    assert "all columns agree to 0.001 up to step 96\n" in told(capsys, recorded / "a", c)[1]
     d = changed_copy(recorded, tmp_path / "d", 4, "time/wall", lambda x: "9")
     assert told(capsys, recorded / "a", d)[0] == 0
 
@@ -135,14 +130,8 @@ def test_the_row_before_learning_changes_no_other(tmp_path, recorded):
 OWN = """
 from benchmark.suites import work
 
-SUITE = [
-    work(script, "CartPole-v1", f"{flags} --eval-every 64 --eval-episodes 2", {1: (1,)}, variant)
-    for script, flags, variant in (
-        ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192", ""),
-        ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192 --learning-rate 1e-3", "fast"),
-        ("my_ppo.py", "--num-steps 16 --total-timesteps 192", ""),
-    )
-]
+flags = "--num-steps 16 --total-timesteps 192 --eval-every 64 --eval-episodes 2"
+SUITE = [work(script, "CartPole-v1", flags, {1: (1,)}) for script in ("ppo_ddp.py", "my_ppo.py")]
 """
 
 
@@ -163,29 +152,21 @@ def test_a_suite_of_ones_own(tmp_path):
     """In an empty folder: run, compared, drawn and tabled; only what is named is written."""
     (tmp_path / "own.py").write_text(OWN)
     shutil.copy(ROOT / "ppo_ddp.py", tmp_path / "my_ppo.py")
-    (tmp_path / "README.md").write_text("mine\n<!-- own -->\n<!-- end own -->\nmine too\n")
 
     def python(*words: str) -> subprocess.CompletedProcess:
         env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", *words]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
-    done = python("benchmark.run", "own.py", "--cores", "2", "--filter", "my_ppo")
-    assert done.returncode == 0 and "1 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
     done = python("benchmark.run", "own.py", "--cores", "2")
-    assert done.returncode == 0 and "3 runs, 1 of them recorded" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "2 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
     record = json.loads((tmp_path / "runs/results/own/CartPole-v1__my_ppo__w1__s1.json").read_text())
     assert record["command"].startswith("python my_ppo.py --env-id CartPole-v1 --seed 1 ") and record["instructions"]
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     done = python("benchmark.plot", "own.py")
-    assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 3, done.stdout + done.stderr
-    assert "| my_ppo | 1 |" in done.stdout and "| ppo-fast | 1 |" in done.stdout
+    assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 2, done.stdout + done.stderr
     new = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path not in before)
     assert [str(path.relative_to(tmp_path)) for path in new] == ["runs/figures/own/CartPole-v1.svg"]
-    assert (tmp_path / "README.md").read_text() == "mine\n<!-- own -->\n<!-- end own -->\nmine too\n"
-    assert python("benchmark.plot", "own.py", "--readme", "README.md").returncode == 0
-    assert (tmp_path / "README.md").read_text().startswith("mine\n<!-- own -->\n| environment | script |")
-    assert "](runs/figures/own/CartPole-v1.svg)\n<!-- end own -->\nmine too\n" in (tmp_path / "README.md").read_text()
 
 
 def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
