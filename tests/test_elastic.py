@@ -143,12 +143,8 @@ def test_slurm_requeues_the_script_of_the_docs(tmp_path):
     flags = "--num-steps 32 --total-timesteps 4096 --eval-every 0 --save-model"
     script, run_dir = block_of("resume.md", "scontrol requeue"), tmp_path / "run"
     sizes = {"--nproc_per_node=4": "--nproc_per_node=1", "29400": str(free_port())}
-    sizes |= {
-        "--num-envs 64": f"--num-envs 8 {flags}",
-        "1000000": "512",
-        "runs/a": str(run_dir),
-        "ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py",
-    }
+    sizes |= {"--num-envs 64": f"--num-envs 8 {flags}", "1000000": "512", "runs/a": str(run_dir)}
+    sizes |= {"ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py"}
     script = edited("docs/resume.md", script, *sizes.items())
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "script": script}.items():
         (tmp_path / name).write_text(text)
