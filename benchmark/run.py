@@ -157,16 +157,13 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # a recorded run is not gone on with
 
 
-def started_by(words: list[str], run_dir: Path, script: Path, folders: list[str]) -> bool:
-    """Whether what is in a run's directory is not yet recorded, and of this very command and code.
-
-    `folders`: the script's PYTHONPATH, in which `common/` is looked for after the script's own folder.
-    """
+def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
+    """Whether what is in a run's directory is not yet recorded, and of this very command and code."""
     try:
         config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    sources = source_record(script, [str(script.parent), *folders, *sys.path])[0]["sources"]
+    sources = source_record(script)[0]["sources"]
     if not (run_dir / "checkpoints").exists() or config["sources"] != sources:
         return False
     before = shlex.split(config["command"])
@@ -260,7 +257,7 @@ def main(args: Args) -> int:
             run_dir, script = run.folder(args.work), scripts[run.script] / run.script
             words = run.command(run_dir)
             words[words.index(run.script)] = str(script)
-            if not (run.goes_on and started_by(words, run_dir, script, paths)):
+            if not (run.goes_on and started_by(words, run_dir, script)):
                 shutil.rmtree(run_dir, ignore_errors=True)  # of an unfinished one, or of other flags
             log = open(f"{run_dir}.log", "w")
             process = subprocess.Popen(

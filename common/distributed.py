@@ -120,8 +120,8 @@ class World:
         limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
         if self.world_size > 1:
-            refusal = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
-            self.memory, reason = share_memory(store, self.rank, self.world_size, self.affinity, refusal)
+            fault = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
+            self.memory, reason = share_memory(self.rank, self.world_size, self.affinity, fault)
             self.carrier = "shared memory" if self.memory else f"sockets ({reason})"
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:

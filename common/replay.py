@@ -10,8 +10,7 @@ one-step replay, where every stored place has priority 1, keeps no priorities an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -76,7 +75,6 @@ class ReplayBuffer:
         self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
         self.size = len(self.envs) // len(world.shards)  # environments of a shard
         self.blocks = 0 if self.plain else -(-self.size * self.capacity // BLOCK)  # of a shard
-        self.obs_shape = obs_space.shape
         frame = obs_space.shape[1:] if stack > 1 else obs_space.shape
         if channels_last:
             frame = (*frame[1:], frame[0])
@@ -281,33 +279,42 @@ class ReplayBuffer:
         return frames
 
     def state_dict(self) -> dict[str, float]:
-        """What is equal on all ranks after `cut`; the rest is in `pieces`."""
+        """What is equal on all ranks after `cut`; the rest is in `shard_state`."""
         return {"time": self.time, "new_priority": float(self.new_priority), "largest": self.largest}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.time, self.new_priority, self.largest = state["time"], state["new_priority"], state["largest"]
+        self.time = state["time"]
+        self.new_priority = state["new_priority"]
+        self.largest = state["largest"]
         self.changed_blocks = [np.arange(len(self.priorities))]
 
-    def pieces(self, shard: int) -> Iterator[np.ndarray]:
-        """The memory of one of this rank's shards, array by array, to be written from or, after the state, read into.
-
-        In the second case an array is to be filled before the next is asked for.
-        """
+    def shard_state(self, shard: int) -> dict[str, Any]:
+        """What one of this rank's shards holds, after `cut`: views of its memory, by environment."""
         envs = range(shard * self.size, (shard + 1) * self.size)
-        for i in envs:
-            for array in (self.frames, self.first):
-                yield array[i, : min(self.time + 1, self.rows)]
-            for array in (self.actions, self.rewards, self.terminations, self.truncations):
-                yield array[i, : min(self.time, self.capacity)]
-        yield self.priorities[shard * self.blocks : (shard + 1) * self.blocks]
+        rows = min(self.time + 1, self.rows)
+        places = min(self.time, self.capacity)
+        stored = {"frames": rows, "first": rows, "actions": places, "rewards": places}
+        stored |= {"terminations": places, "truncations": places}
+        state = {}
+        for name, length in stored.items():
+            state[name] = [torch.from_numpy(getattr(self, name)[i, :length]) for i in envs]
+        blocks = slice(shard * self.blocks, (shard + 1) * self.blocks)
+        state["priorities"] = [torch.from_numpy(self.priorities[blocks])]
         start = envs.start * self.capacity
-        stored = [place - start for place in self.final_obs if start <= place < envs.stop * self.capacity]
-        count = np.array([len(stored)])
-        yield count
-        places = np.resize(np.array(stored, np.int64), count[0])
-        yield places
-        for place in places.tolist():
-            yield self.final_obs.setdefault(start + place, np.empty(self.obs_shape, self.frames.dtype))
+        final_obs = {}
+        for place, obs in self.final_obs.items():
+            if 0 <= place - start < self.size * self.capacity:
+                final_obs[place - start] = torch.from_numpy(obs)
+        return state | {"final_obs": final_obs}
+
+    def load_shard(self, shard: int, state: dict[str, Any]) -> None:
+        """Set one of this rank's shards, after `load_state_dict`, to what `shard_state` returned."""
+        start = shard * self.size * self.capacity
+        for i, x in state["final_obs"].items():
+            self.final_obs[start + i] = x.numpy().copy()
+        for name, memory in self.shard_state(shard).items():
+            if name != "final_obs":
+                torch._foreach_copy_(memory, state[name])
 
     def update_priorities(self, indices: np.ndarray, td_errors: torch.Tensor) -> None:
         """Set the priorities of places that `sample` drew on this rank to (|td_error| + 1e-6)^alpha, if not uniform."""

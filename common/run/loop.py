@@ -32,27 +32,17 @@ def crossed(period: int, before: int, now: int) -> bool:
     return period > 0 and now // period > before // period
 
 
-COLUMNS_OF_ALL = {
-    "charts/": ("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
-    "eval/": ("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    "losses/": (),
-    "time/": ("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
-}
-
-
-def header(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns of metrics.csv: those of every script and a script's own, each in the group of its first word."""
-    names = []
-    for prefix, shared in COLUMNS_OF_ALL.items():
-        names += shared
-        names += [name for name in columns if name.startswith(prefix)]
-    return (*names, *(name for name in columns if name not in names))
+COLUMNS_OF_ALL = (
+    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
+    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
+    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
+)
 
 
 class Means:
     """Means over the updates since the last row of what losses return by name, and times.
 
-    `seconds`: by column, for the script to add to. A row shows those of the slowest process.
+    `seconds`: by column, for the script to add to. A row shows the slowest process's.
     """
 
     def __init__(self, envs: Environments) -> None:
@@ -67,9 +57,7 @@ class Means:
         self.waiting: list[list[dict[str, torch.Tensor]]] = []  # what is not yet in the sums
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
-        """Add what a loss returned for each shard here, by name: means, whose mean over shards must be the batch's, or
-        tensors of numbers for each sample, of the same shape for all shards and updates.
-        """
+        """Add what a loss returned for each shard here, by name: means over its samples, or a number for each."""
         self.waiting.append(stats)
         if len(self.waiting) == 16:  # more tensors, kept until the row, would fragment the memory of batches
             self._sum()
@@ -189,14 +177,14 @@ class Run:
         if args.checkpoint_every:
             from common.run.checkpoint import Checkpoints
 
-            ends = {name: part * last_step for name, part in schedules.items()}
-            self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay, ends)  # collective
+            self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay)
+            self.checkpoints.read_newest({name: part * last_step for name, part in schedules.items()})  # collective
             self.global_step = self.checkpoints.global_step
             self.checkpoint_step = self.global_step
         if args.load_model is not None and not self.global_step:
             from common.run.checkpoint import load_model
 
-            load_model(args, self.world, self.state, self.logger)  # collective
+            load_model(args, self.state, self.logger)
         plan = f"{last_step} transitions by {args.num_envs} environments"
         through = f", through {self.world.carrier}" if self.world.carrier else ""
         self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}{through}")
@@ -263,11 +251,11 @@ class Run:
         return row["eval/episodic_return"]
 
     def finish(self, **more: Any) -> None:
-        """Write model.pt, with `more` than what is registered, and say that the run is finished."""
+        """Write model.pt, with `more` than what is registered, and mark the run as finished."""
         if self.args.save_model:
             self.logger.save(self.global_step, self.state | more)
-        if self.checkpoints:
-            self.checkpoints.finish()
+        if self.args.checkpoint_every and not self.world.stop:
+            self.logger.write("finished", b"")
 
 
 @contextmanager
@@ -278,7 +266,7 @@ def open_run(args: RunArgs, file: str, columns: tuple[str, ...], envs: Environme
     """
     world = envs.world
     with (
-        Logger(args, file, header(columns), world, envs.evaluation) as logger,
+        Logger(args, file, ("global_step", *COLUMNS_OF_ALL, *columns), world, envs.evaluation) as logger,
         world.process_group(args.timeout, args.shared_memory),
     ):
         yield Run(args, envs, logger)
