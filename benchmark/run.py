@@ -145,10 +145,6 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     wall = max((float(row["time/wall"]) for row in rows), default=0.0)  # over all parts of a run that went on
     if config["changed"]:
         shutil.copy(run_dir / "changes.diff", target / f"{run.name}.diff")
-    for part in config.get("continued", []):
-        change = run_dir / f"changes-{part['global_step']}.diff"
-        if change.exists():
-            shutil.copy(change, target / f"{run.name}-{part['global_step']}.diff")
     about = {"command": run.shown(run_dir), "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
     about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
     part = target / f"{run.name}.json.part"

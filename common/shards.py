@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.distributed import World
-from common.errors import BadInput, Fault
+from common.errors import BadInput
 from common.memory import SLOT
 from common.tensors import is_dense, to_tensor
 
@@ -79,8 +79,6 @@ class Gradients:
         stats.append(shard_stats)
         if earlier and not isinstance(loss, DDP):
             used = [p for p in parameters if p.grad is not None]
-            if any(shard.keys() != set(used) for shard in self.earlier):
-                raise Fault("a loss uses a parameter for one shard and not for another: use it at every call.")
             gradients = [p.grad for p in used]
             self._add_earlier(used, gradients)
             torch._foreach_div_(gradients, self.world.num_shards)

@@ -113,17 +113,15 @@ class Logger:
         self.note(f"writing to {self.dir}")
 
     def continued(self, global_step: int, meaning: str, changes: list[str]) -> None:
-        """Say what is not as it was before a checkpoint, and add it to config.json; changed sources have a file."""
+        """Say what is not as it was before a checkpoint, and add it to config.json."""
         self.note(f"{meaning}: {'; '.join(changes)}")
         change = {"global_step": global_step, "commit": self.record["commit"], "changes": changes}
         self.config["continued"] = [*self.config.get("continued", []), change]
         self.config["args"]["total_timesteps"] = self.args.total_timesteps
-        self._write_config(self.config, f"changes-{global_step}.diff")
+        self._write_config(self.config)
 
-    def _write_config(self, config: Mapping[str, Any], name_of_difference: str) -> None:
+    def _write_config(self, config: Mapping[str, Any]) -> None:
         self.write("config.json", (json.dumps(config, indent=2) + "\n").encode())
-        if self.difference:
-            self.write(name_of_difference, self.difference.encode())
 
     def write(self, name: str, content: bytes | memoryview) -> None:
         """Write a file under another name, then rename it: it is whole or, with a `Fault`, not there."""
@@ -180,7 +178,9 @@ class Logger:
         if self.enabled and not self.continues:
             if self.resumed:
                 self.note(f"{self.dir} holds no checkpoint: the run begins again")
-            self._write_config(self.record, "changes.diff")
+            self._write_config(self.record)
+            if self.difference:
+                self.write("changes.diff", self.difference.encode())
             self.write("metrics.csv", (",".join(self.columns) + "\n").encode())
         if self.enabled and sys.stdout.isatty():
             from tqdm import tqdm
@@ -190,8 +190,8 @@ class Logger:
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write one row with the time; `row` maps columns to numbers, the rest stays blank.
 
-        Every rank must call with the same losses. All raise `Fault` for a name that `columns` lack, before the row, and
-        for a loss that is not finite, after it.
+        Every rank must call with the same losses. All raise `Fault` for a name that `columns` lack, before the
+        row, and for a loss that is not finite, after it.
         """
         for name in row:
             if name not in self.columns:
