@@ -145,10 +145,6 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     wall = max((float(row["time/wall"]) for row in rows), default=0.0)  # over all parts of a run that went on
     if config["changed"]:
         shutil.copy(run_dir / "changes.diff", target / f"{run.name}.diff")
-    for part in config.get("continued", []):
-        change = run_dir / f"changes-{part['global_step']}.diff"
-        if change.exists():
-            shutil.copy(change, target / f"{run.name}-{part['global_step']}.diff")
     about = {"command": run.shown(run_dir), "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
     about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
     part = target / f"{run.name}.json.part"
@@ -157,16 +153,13 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # a recorded run is not gone on with
 
 
-def started_by(words: list[str], run_dir: Path, script: Path, folders: list[str]) -> bool:
-    """Whether what is in a run's directory is not yet recorded, and of this very command and code.
-
-    `folders`: the script's PYTHONPATH, in which `common/` is looked for after the script's own folder.
-    """
+def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
+    """Whether what is in a run's directory is not yet recorded, and of this very command and code."""
     try:
         config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    sources = source_record(script, [str(script.parent), *folders, *sys.path])[0]["sources"]
+    sources = source_record(script)[0]["sources"]
     if not (run_dir / "checkpoints").exists() or config["sources"] != sources:
         return False
     before = shlex.split(config["command"])
@@ -260,7 +253,7 @@ def main(args: Args) -> int:
             run_dir, script = run.folder(args.work), scripts[run.script] / run.script
             words = run.command(run_dir)
             words[words.index(run.script)] = str(script)
-            if not (run.goes_on and started_by(words, run_dir, script, paths)):
+            if not (run.goes_on and started_by(words, run_dir, script)):
                 shutil.rmtree(run_dir, ignore_errors=True)  # of an unfinished one, or of other flags
             log = open(f"{run_dir}.log", "w")
             process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """The ranks, their process group, and the packed collective in which they meet.
 
 One `World` serves torchrun and plain `python` (a process group of one). At every boundary of a run (iteration,
-auxiliary epoch, evaluation) all ranks call `World.gather`; it also shares stop requests and feeds the watchdog.
+evaluation, row) all ranks call `World.gather`; it also shares stop requests and feeds the watchdog.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -30,9 +31,9 @@ from common.watchdog import GRACE, Watchdog, end_with_parent
 class World:
     """The ranks of this run, as the launcher's variables say (without them, one rank). Starts nothing.
 
-    `rank` is global; `cores` are this rank's. `sharded`: whether --shards is set; `num_shards`: without it, the world
-    size; `shards`: the numbers of this rank's. `uses_ddp`: whether losses need DDP; `nccl`: whether NCCL carries
-    gradients. `stop`: 0, or the number of a signal that some rank had received by the last `gather`.
+    `rank` is global; `cores` are this rank's. `sharded`: whether --shards is set; `num_shards`: without it, the
+    world size; `shards`: the numbers of this rank's. `uses_ddp`: whether losses need DDP; `nccl`: whether NCCL
+    carries gradients. `stop`: 0, or the number of a signal that some rank had received by the last `gather`.
     Raises `BadInput` (--shards) unless `shards` and the world size are powers of two and `shards` is not less.
     """
 
@@ -42,8 +43,7 @@ class World:
         self.local_rank = int(launched.get("LOCAL_RANK", 0))
         self.world_size = int(launched.get("WORLD_SIZE", 1))
         self.local_world_size = int(launched.get("LOCAL_WORLD_SIZE", 1))
-        anywhere = set(range(os.cpu_count() or 1))
-        self.affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else anywhere
+        self.affinity = set(psutil.Process().cpu_affinity()) if psutil.LINUX else set(range(os.cpu_count()))
         self.cores = max(1, len(self.affinity) // self.local_world_size)
         self.device = torch.device("cpu")
         self.nccl = False  # it needs a GPU for each rank
@@ -74,9 +74,9 @@ class World:
         """Open the process group; turn SIGINT and SIGTERM into requests (`stop`); start the watchdog.
 
         `timeout`: seconds between two boundaries after which this rank prints its stacks and ends with code 1.
-        `shared_memory`: whether ranks may exchange numbers through it (common/memory.py). Inside this block, use DDP
-        only in a function, so that its modules are gone when the block ends: gloo may abort the process if a DDP
-        reducer outlives its group.
+        `shared_memory`: whether ranks may exchange numbers through it (common/memory.py). Inside this block, use
+        DDP only in a function, so that its modules are gone when the block ends: gloo may abort the process if
+        a DDP reducer outlives its group.
         """
         destroys = True
         with self.watchdog.watching(timeout):
@@ -120,14 +120,14 @@ class World:
         limit = datetime.timedelta(seconds=2 * timeout)  # the watchdog, which shows stacks, comes first
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
         if self.world_size > 1:
-            refusal = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
-            self.memory, reason = share_memory(store, self.rank, self.world_size, self.affinity, refusal)
+            fault = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
+            self.memory, reason = share_memory(self.rank, self.world_size, self.affinity, fault)
             self.carrier = "shared memory" if self.memory else f"sockets ({reason})"
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
-        """Gather one packed vector from every rank: K numbers -> (world_size, K) float64, the same on all ranks.
+        """Gather K numbers from every rank -> (world_size, K) float64, the same on all ranks.
 
-        Sum over axis 0 for sums and counts, take the maximum for times. Also sets `stop`, and feeds the watchdog.
+        Also sets `stop`, and feeds the watchdog.
         """
         local = np.append(np.asarray(values, dtype=np.float64), self.watchdog.signum)
         table = local[None]
@@ -149,11 +149,11 @@ class World:
         return table
 
     def gather_shards(self, values: list[np.ndarray] | list[list[float]]) -> np.ndarray:
-        """Gather K numbers of every shard: K for each of this rank's -> (num_shards, K) float64, in order."""
+        """Gather K numbers for each of this rank's shards -> (num_shards, K) float64, in order."""
         return self.gather(values).reshape(self.num_shards, -1)  # collective
 
     def reduce(self, sums: list[dict[str, float]], maxima: dict[str, float]) -> dict[str, float]:
-        """By name, in one collective: totals over all shards of `sums` (a dict for each shard here), and `maxima`."""
+        """In one collective, by name: totals over all shards (`sums`: a dict for each here), and `maxima`."""
         parts = [x for part in sums for x in part.values()]
         table = self.gather([*parts, *maxima.values()])  # collective
         totals = table[:, : len(parts)].reshape(self.num_shards, -1).sum(0), table[:, len(parts) :].max(0)

@@ -1,17 +1,16 @@
 """One replay buffer over all ranks, uniform or prioritised (arXiv:1511.05952); transitions stay where they arose.
 
-Environment-major: each environment has a ring of `buffer_size // num_envs` places, a rank stores the rings of its
-environments, and the ranks' shards one after another are the single buffer of world size 1, place by place. A place has
-a priority: 0 where it may not be sampled yet, 1 where sampling is uniform. A batch is `batch_size` stratified points
-over the priorities of all shards laid end to end; each shard serves the points that fall into its part. Uniform
-one-step replay, where every stored place has priority 1, keeps no priorities and needs no collective.
+Each environment has a ring of `buffer_size // num_envs` places. A rank stores the rings of its environments, and
+the ranks' parts one after another are the single buffer of world size 1. A place has a priority: 0 where it may
+not be sampled yet, 1 where sampling is uniform. A batch is `batch_size` stratified points over all priorities
+laid end to end; each shard serves the points that fall into its part. Uniform one-step replay, where every
+stored place has priority 1, keeps no priorities and needs no collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -25,7 +24,7 @@ BLOCK = 128  # places per partial sum of priorities
 
 
 class Batch(NamedTuple):
-    """A shard's b of the batch's transitions, in the order of the batch; b differs between shards and may be 0."""
+    """A shard's b of the batch's transitions, in the batch's order; b differs between shards and may be 0."""
 
     places: np.ndarray  # (b,) their numbers in the batch of all shards
     indices: np.ndarray  # (b,) their places in this rank's memory
@@ -40,10 +39,11 @@ class Batch(NamedTuple):
 class ReplayBuffer:
     """Sizes are global. Observations are stored once, as they are, and handed out as the space has them.
 
-    `stack`: where above 1, observations are (stack, height, width), newest frame last; only the newest is stored, and
-    the rest is rebuilt, with zeros before an episode's first frame, or copies of it (`repeats_first`). `channels_last`:
-    images (channels, height, width) are stored as (height, width, channels), as their simulator gives them. `alpha` 0
-    is uniform sampling. Raises `BadInput` (--buffer-size) where the shards on this machine cannot fit its free memory.
+    `stack`: where above 1, observations are (stack, height, width), newest frame last; only the newest is stored.
+    The rest is rebuilt, with zeros before an episode's first frame, or copies of it (`repeats_first`).
+    `channels_last`: images are stored as (height, width, channels), as their simulator gives them.
+    `alpha` 0 is uniform sampling.
+    Raises `BadInput` (--buffer-size) where the shards on this machine cannot fit its free memory.
     """
 
     def __init__(
@@ -71,25 +71,24 @@ class ReplayBuffer:
         self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
         self.num_envs = num_envs
         self.envs = np.arange(len(range(num_envs)[world.local_slice(num_envs)]))
-        self.capacity = buffer_size // num_envs  # places of one environment
-        self.rows = self.capacity + stack  # of observations: one after the newest, and the oldest's earlier frames
-        self.time = 0  # vector steps so far; transition t is in place t % capacity, observation t in row t % rows
         self.size = len(self.envs) // len(world.shards)  # environments of a shard
-        self.blocks = 0 if self.plain else -(-self.size * self.capacity // BLOCK)  # of a shard
-        self.obs_shape = obs_space.shape
+        self.capacity = buffer_size // num_envs  # places of one environment
+        self.width = -(-self.capacity // BLOCK) * BLOCK  # the same in memory, whole blocks
+        self.rows = self.capacity + stack  # of observations: one after the newest, earlier frames of the oldest
+        self.time = 0  # vector steps so far; transition t has place t % capacity, observation t row t % rows
         frame = obs_space.shape[1:] if stack > 1 else obs_space.shape
         if channels_last:
             frame = (*frame[1:], frame[0])
-        places = (len(self.envs), self.capacity)
-        num_blocks = len(world.shards) * self.blocks
+        rows = (len(self.envs), self.rows)
+        places = (len(self.envs), self.width)
         shapes = {
-            "frames": ((len(self.envs), self.rows, *frame), obs_space.dtype),
-            "first": ((len(self.envs), self.rows), np.dtype(bool)),  # observations that begin an episode
+            "frames": ((*rows, *frame), obs_space.dtype),
+            "first": (rows, np.dtype(bool)),  # observations that begin an episode
             "actions": ((*places, *action_shape), np.dtype(action_dtype)),
             "rewards": (places, default_float()),
             "terminations": (places, np.dtype(bool)),
             "truncations": (places, np.dtype(bool)),
-            "priorities": ((num_blocks, BLOCK), np.dtype(np.float64)),
+            "priorities": (places, np.dtype(np.float64)),
         }
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         share = free_memory() / (nbytes * world.local_world_size)
@@ -99,8 +98,7 @@ class ReplayBuffer:
             setattr(self, name, np.zeros(shape, dtype))
         self.observed = np.moveaxis(self.frames, -1, 2) if channels_last else self.frames  # the same memory
         self.final_obs: dict[int, np.ndarray] = {}  # by place: the last observations of truncated episodes
-        self.block_sums = np.zeros(num_blocks)
-        self.block_minima = np.full(num_blocks, np.inf)
+        self.block_sums = np.zeros(self.priorities.size // BLOCK)
         self.changed_blocks: list[np.ndarray] = []  # since the last sample
         self.discounts = gamma ** np.arange(1.0, n_step + 1.0)
         self.largest = 1.0  # priority that was set on this rank
@@ -131,7 +129,7 @@ class ReplayBuffer:
         """Store one vector step of this rank's environments over the oldest."""
         place = self.time % self.capacity
         for i in np.flatnonzero(self.truncations[:, place]):
-            self.final_obs.pop(i * self.capacity + place, None)
+            self.final_obs.pop(i * self.width + place, None)
         if truncations.any():
             self._copy_final_obs(truncations & ~terminations, place, infos["final_obs"])
         self.actions[:, place] = actions
@@ -141,7 +139,7 @@ class ReplayBuffer:
         self.time += 1
         self._observe(next_obs, infos["episode_ended"])
         if not self.plain:
-            self._set_priorities(self.envs * self.capacity + place, 0.0)
+            self._set_priorities(self.envs * self.width + place, 0.0)
             self._let_sample(terminations | truncations)
 
     def cut(self) -> None:
@@ -157,39 +155,32 @@ class ReplayBuffer:
 
     def _copy_final_obs(self, truncated: np.ndarray, place: int, final_obs: np.ndarray) -> None:
         for i in np.flatnonzero(truncated):
-            self.final_obs[i * self.capacity + place] = np.array(final_obs[i], self.frames.dtype, order="C")
+            self.final_obs[i * self.width + place] = np.array(final_obs[i], self.frames.dtype, order="C")
 
     def _let_sample(self, dones: np.ndarray) -> None:
-        """A place may be sampled once its n steps are stored, or fewer if the episode has ended (`dones`, (n,))."""
+        """Let places be sampled whose n steps are stored, or fewer if the episode has ended (`dones`, (n,))."""
         for age in range(1, min(self.n_step, self.time) + 1):
-            places = self.envs * self.capacity + (self.time - age) % self.capacity
-            waiting = self.priorities.ravel()[self._at(places)] == 0.0
+            places = self.envs * self.width + (self.time - age) % self.capacity
+            waiting = self.priorities.take(places) == 0.0
             complete = waiting if age == self.n_step else waiting & dones
             self._set_priorities(places[complete], self.new_priority)
 
-    def _at(self, indices: np.ndarray) -> np.ndarray:
-        """Where the priorities of places are stored: each shard's begin a new block."""
-        shards = indices // (self.size * self.capacity)
-        return indices + shards * (self.blocks * BLOCK - self.size * self.capacity)
-
     def _set_priorities(self, indices: np.ndarray, values: np.ndarray | float) -> None:
-        at = self._at(indices)
-        self.priorities.reshape(-1)[at] = values
-        self.changed_blocks.append(at // BLOCK)
+        self.priorities.reshape(-1)[indices] = values
+        self.changed_blocks.append(indices // BLOCK)
 
     def sample(self, batch_size: int, generator: torch.Generator, beta: float = 1.0) -> list[Batch]:
         """`batch_size` stratified draws from the buffer of all ranks -> what each of this rank's shards has of them.
 
-        Weights are (count p / sum p)^-beta, divided by the largest such weight in the buffer. Every rank must call.
+        Weights are (count p / sum p)^-beta, divided by the largest of the batch. Every rank must call.
         """
         filled = min(self.time, self.capacity)
-        if self.plain:
-            masses = np.full(self.world.num_shards, float(filled * self.size))
-        else:
+        masses = np.full(self.world.num_shards, float(filled * self.size))
+        if not self.plain:
             self._sum_blocks()
-            block_ends = [sums.cumsum() for sums in self.block_sums.reshape(-1, self.blocks)]  # of each shard
-            of_shards = [[ends[-1], self.block_minima.min(), self.largest] for ends in block_ends]
-            masses, minima, maxima = self.world.gather_shards(of_shards).T  # collective
+            block_ends = self.block_sums.reshape(len(self.world.shards), -1).cumsum(1)
+            of_shards = [[ends[-1], self.largest] for ends in block_ends]
+            masses, maxima = self.world.gather_shards(of_shards).T  # collective
             self.new_priority = maxima.max()
         shard_ends = masses.cumsum()
         draws = torch.rand(batch_size, generator=generator, dtype=torch.float64).numpy()
@@ -197,23 +188,27 @@ class ReplayBuffer:
         points = np.minimum(points, np.nextafter(shard_ends[-1], 0))
         bounds = np.searchsorted(points, [0.0, *shard_ends])  # of each shard's part of the batch
 
-        batches = []
+        parts = []  # the places of each shard, in the batch and in memory
         for local, shard in enumerate(self.world.shards):
             places = np.arange(bounds[shard], bounds[shard + 1])
             targets = points[places] - (shard_ends[shard] - masses[shard])
             if self.plain:
                 targets = np.minimum(targets.clip(0.0), masses[0] - 1.0)
                 env, place = np.divmod(targets.astype(np.int64), filled)
-                indices = (local * self.size + env) * self.capacity + place
-                weights = np.ones(len(indices))
+                indices = (local * self.size + env) * self.width + place
             else:
                 indices = self._find(targets, local, block_ends[local])
-                weights = (self.priorities.ravel()[self._at(indices)] / minima.min()) ** -beta
-            batches.append(self._batch(places, indices, weights))
+            parts.append((places, indices))
+        weights = [np.ones(len(indices)) for _, indices in parts]
+        if self.alpha > 0.0:
+            priorities = [self.priorities.take(indices) for _, indices in parts]
+            smallest = self.world.gather_shards([[x.min(initial=np.inf)] for x in priorities]).min()  # collective
+            weights = [(x / smallest) ** -beta for x in priorities]
+        batches = [self._batch(*part, x) for part, x in zip(parts, weights, strict=True)]
         return upload(batches, self.world.device)
 
     def _batch(self, places: np.ndarray, indices: np.ndarray, weights: np.ndarray) -> Batch:
-        env, place = np.divmod(indices, self.capacity)
+        env, place = np.divmod(indices, self.width)
         # n-step returns, which stop at an end
         time = self.time - 1 - (self.time - 1 - place) % self.capacity
         last = time
@@ -223,7 +218,7 @@ class ReplayBuffer:
         for k in range(1, self.n_step):
             running &= ~(self.terminations.take(last_indices) | self.truncations.take(last_indices))
             last = np.where(running, time + k, last)
-            last_indices = env * self.capacity + last % self.capacity
+            last_indices = env * self.width + last % self.capacity
             rewards += np.where(running, self.gamma**k * self.rewards.take(last_indices), 0.0)
         terminations = self.terminations.take(last_indices)
         discounts = np.where(terminations, 0.0, self.discounts.take(last - time))
@@ -243,74 +238,77 @@ class ReplayBuffer:
         )
 
     def _sum_blocks(self) -> None:
-        """Update the sums and minima of those blocks whose priorities changed."""
+        """Update the sums of those blocks whose priorities changed."""
         if self.changed_blocks:
             blocks = np.unique(np.concatenate(self.changed_blocks))
             self.changed_blocks = []
-            priorities = self.priorities[blocks]
-            self.block_sums[blocks] = priorities.sum(1)
-            minima = priorities.min(1)
-            if not minima.all():
-                minima = np.where(priorities > 0, priorities, np.inf).min(1)
-            self.block_minima[blocks] = minima
+            self.block_sums[blocks] = self.priorities.reshape(-1, BLOCK)[blocks].sum(1)
 
     def _find(self, targets: np.ndarray, shard: int, block_ends: np.ndarray) -> np.ndarray:
-        """The places where the running sum of a shard's priorities exceeds `targets` (b,), whatever rounding does."""
+        """Where the running sum of a shard's priorities exceeds `targets` (b,), whatever rounding does."""
         targets = targets.clip(0.0, np.nextafter(block_ends[-1], 0))
         blocks = np.searchsorted(block_ends, targets, side="right")
-        at = shard * self.blocks + blocks
-        ends = self.priorities[at].cumsum(1)
-        targets = targets - (block_ends[blocks] - self.block_sums[at])
-        targets = np.minimum(targets.clip(0.0), np.nextafter(ends[:, -1], 0))  # rounding may have put them outside
-        places = (ends <= targets[:, None]).sum(1)
-        return shard * self.size * self.capacity + blocks * BLOCK + places
+        targets = targets - (block_ends[blocks] - self.block_sums[shard * len(block_ends) + blocks])
+        blocks += shard * len(block_ends)
+        ends = self.priorities.reshape(-1, BLOCK)[blocks].cumsum(1)
+        targets = np.minimum(targets.clip(0.0), np.nextafter(ends[:, -1], 0))  # rounding may put them outside
+        return blocks * BLOCK + (ends <= targets[:, None]).sum(1)
 
     def _observations(self, env: np.ndarray, time: np.ndarray) -> np.ndarray:
         """Observations of environments `env` (b,) at vector steps `time` (b,) -> (b, *shape), a copy."""
         if self.stack == 1:
-            obs = self.frames.reshape(-1, *self.frames.shape[2:]).take(env * self.rows + time % self.rows, axis=0)
+            frames = self.frames.reshape(-1, *self.frames.shape[2:])
+            obs = frames.take(env * self.rows + time % self.rows, axis=0)
             return np.moveaxis(obs, -1, 1) if self.channels_last else obs
         rows = (time[:, None] + np.arange(1 - self.stack, 1)) % self.rows  # (b, stack), oldest first
         starts = self.first[env[:, None], rows[:, 1:]]  # what is before an episode's first frame is not of it
         known = ~np.logical_or.accumulate(starts[:, ::-1], 1)[:, ::-1]
         if self.repeats_first:
             oldest = (~known).sum(1, keepdims=True)
-            return self.frames[env[:, None], np.take_along_axis(rows, np.maximum(np.arange(self.stack), oldest), 1)]
+            rows = np.take_along_axis(rows, np.maximum(np.arange(self.stack), oldest), 1)
+            return self.frames[env[:, None], rows]
         frames = self.frames[env[:, None], rows]
         frames[:, :-1][~known] = 0
         return frames
 
     def state_dict(self) -> dict[str, float]:
-        """What is equal on all ranks after `cut`; the rest is in `pieces`."""
+        """What is equal on all ranks after `cut`; the rest is in `shard_state`."""
         return {"time": self.time, "new_priority": float(self.new_priority), "largest": self.largest}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.time, self.new_priority, self.largest = state["time"], state["new_priority"], state["largest"]
-        self.changed_blocks = [np.arange(len(self.priorities))]
+        self.time = state["time"]
+        self.new_priority = state["new_priority"]
+        self.largest = state["largest"]
+        self.changed_blocks = [np.arange(len(self.block_sums))]
 
-    def pieces(self, shard: int) -> Iterator[np.ndarray]:
-        """The memory of one of this rank's shards, array by array, to be written from or, after the state, read into.
-
-        In the second case an array is to be filled before the next is asked for.
-        """
+    def shard_state(self, shard: int) -> dict[str, Any]:
+        """What one of this rank's shards holds, after `cut`: views of its memory, by environment."""
         envs = range(shard * self.size, (shard + 1) * self.size)
-        for i in envs:
-            for array in (self.frames, self.first):
-                yield array[i, : min(self.time + 1, self.rows)]
-            for array in (self.actions, self.rewards, self.terminations, self.truncations):
-                yield array[i, : min(self.time, self.capacity)]
-        yield self.priorities[shard * self.blocks : (shard + 1) * self.blocks]
-        start = envs.start * self.capacity
-        stored = [place - start for place in self.final_obs if start <= place < envs.stop * self.capacity]
-        count = np.array([len(stored)])
-        yield count
-        places = np.resize(np.array(stored, np.int64), count[0])
-        yield places
-        for place in places.tolist():
-            yield self.final_obs.setdefault(start + place, np.empty(self.obs_shape, self.frames.dtype))
+        rows = min(self.time + 1, self.rows)
+        places = min(self.time, self.capacity)
+        lengths = {"frames": rows, "first": rows, "actions": places, "rewards": places}
+        lengths |= {"terminations": places, "truncations": places, "priorities": places}
+        state = {}
+        for name, length in lengths.items():
+            state[name] = [torch.from_numpy(getattr(self, name)[i, :length]) for i in envs]
+        start = envs.start * self.width
+        final_obs = {}
+        for place, obs in self.final_obs.items():
+            if 0 <= place - start < self.size * self.width:
+                final_obs[place - start] = torch.from_numpy(obs)
+        return state | {"final_obs": final_obs}
+
+    def load_shard(self, shard: int, state: dict[str, Any]) -> None:
+        """Set one of this rank's shards, after `load_state_dict`, to what `shard_state` returned."""
+        start = shard * self.size * self.width
+        for i, x in state["final_obs"].items():
+            self.final_obs[start + i] = x.numpy().copy()
+        for name, memory in self.shard_state(shard).items():
+            if name != "final_obs":
+                torch._foreach_copy_(memory, state[name])
 
     def update_priorities(self, indices: np.ndarray, td_errors: torch.Tensor) -> None:
-        """Set the priorities of places that `sample` drew on this rank to (|td_error| + 1e-6)^alpha, if not uniform."""
+        """Set the priorities of places that `sample` drew on this rank to (|td_error| + 1e-6)^alpha."""
         if len(indices) and self.alpha > 0.0:
             values = (np.abs(td_errors.detach().double().cpu().numpy()) + 1e-6) ** self.alpha
             self._set_priorities(indices, values)

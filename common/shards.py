@@ -1,9 +1,9 @@
 """Shards: the parts of an experiment whose arithmetic is the same on any number of processes.
 
-Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them; a
-process holds neighbouring shards. Arithmetic that rounds differently in another shape is done for each shard alone.
-Sums over shards have one order: gradients are added along a binary tree (here), all else along a table of all shards
-(`World.gather_shards`). Without `--shards` each process is one shard.
+Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them;
+a process holds neighbouring shards. Arithmetic that rounds differently in another shape is done for each shard
+alone. Sums over shards have one order: gradients are added along a binary tree (here), all else along a table
+of all shards (`World.gather_shards`). Without `--shards` each process is one shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.distributed import World
-from common.errors import BadInput, Fault
+from common.errors import BadInput
 from common.memory import SLOT
 from common.tensors import is_dense, to_tensor
 
@@ -79,8 +79,6 @@ class Gradients:
         stats.append(shard_stats)
         if earlier and not isinstance(loss, DDP):
             used = [p for p in parameters if p.grad is not None]
-            if any(shard.keys() != set(used) for shard in self.earlier):
-                raise Fault("a loss uses a parameter for one shard and not for another: use it at every call.")
             gradients = [p.grad for p in used]
             self._add_earlier(used, gradients)
             torch._foreach_div_(gradients, self.world.num_shards)
@@ -113,17 +111,13 @@ def require_same_on_any_process(loss: nn.Module) -> None:
     """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
     for name, module in loss.named_modules():
         fault = ""
-        kind = type(module).__name__
-        rate = getattr(module, "dropout", 0.0)  # a number of nn.LSTM's, or a user's own submodule
-        if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) or (isinstance(rate, float) and rate > 0):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False):
+        elif isinstance(module, nn.modules.batchnorm._NormBase):
             fault = "keeps statistics of each process alone; take nn.LayerNorm"
-        elif kind == "_SpectralNorm":
-            fault = "changes at each forward pass, and processes make other numbers of these; leave it out"
         if fault and module.training:
             name = name.removeprefix("module.")
-            raise BadInput(f"{name}: {kind} {fault} (one process without --shards may have it).")
+            raise BadInput(f"{name}: {type(module).__name__} {fault} (one process without --shards may have it).")
 
 
 def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:

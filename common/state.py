@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from common.distributed import World
 from common.errors import Fault
@@ -34,25 +34,17 @@ def restore(value: Any, saved: Any) -> None:
         value.load_state_dict(saved)
 
 
-def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The (dotted name, value) pairs of a nest of dicts, lists and tuples."""
-    if isinstance(state, Mapping | list | tuple):
-        for key, item in state.items() if isinstance(state, Mapping) else enumerate(state):
-            yield from leaves(item, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, state
-
-
 def check_equal(step: int, state: Mapping[str, Any], world: World) -> None:
     """Raise `Fault`, naming tensor, rank and step, if a rank's `state` is not bit-identical to rank 0's.
 
     `state`: by name, what `state_of` takes, or nests of tensors, arrays and numbers. Every rank must call.
     """
     digests = {}
-    for name, value in leaves({name: state_of(x) for name, x in state.items()}):
+    leaves, _ = tree_flatten_with_path({name: state_of(x) for name, x in state.items()})
+    for path, value in leaves:
         array = isinstance(value, torch.Tensor | np.ndarray)
         content = np.ascontiguousarray(value).tobytes() if array else repr(value).encode()
-        digests[name] = hashlib.blake2b(content, digest_size=8).digest()
+        digests[keystr(path)] = hashlib.blake2b(content, digest_size=8).digest()
     table = world.gather_objects(digests)  # collective
     for rank, others in enumerate(table):
         for name in table[0] | others:

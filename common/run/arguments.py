@@ -148,13 +148,11 @@ class RunArgs:
         require_divisible(flag(name), getattr(self, name), getattr(self, divisor), flag(divisor))
 
     def require_divisor(self, name: str, size: int, size_name: str) -> None:
-        """Raise `BadInput`, with the nearest valid values, unless the field `name` divides `size`."""
+        """Raise `BadInput`, with the nearest valid value, unless the field `name` divides `size`."""
         value = getattr(self, name)
-        divisors = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
-        divisors += [size // d for d in reversed(divisors)]  # ascending
-        nearest = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
-        needed = f"a divisor of {size_name} ({size}), such as {' or '.join(map(str, nearest))}"
-        self.require(size % value == 0, name, needed)
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        nearest = min(divisors, key=lambda divisor: abs(divisor - value))
+        self.require(value in divisors, name, f"a divisor of {size_name} ({size}), such as {nearest}")
 
     def require_budget(self, least: int, needed: str) -> None:
         """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""

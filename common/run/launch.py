@@ -23,16 +23,11 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
     """
     rank = int(os.environ.get("RANK", 0))
     nowhere = open(os.devnull, "w")
-    sys.stdout = sys.stdout or nowhere  # None if closed
-    sys.stderr = sys.stderr or nowhere
     code = 0
     try:
         with redirect_stdout(nowhere if rank else sys.stdout), redirect_stderr(nowhere if rank else sys.stderr):
-            try:
-                args = parse(args_type)
-            except BrokenPipeError:  # of `--help | head`
-                raise SystemExit(0) from None
-        gc.freeze()  # what the imports made stays: not walking it at each collection starts a tenth of a second earlier
+            args = parse(args_type)
+        gc.freeze()  # what the imports made stays, so it need not be walked at each collection
         main(args)
         if "RANK" not in os.environ:
             return  # otherwise no finalisation, in which a thread of torch's that calls Python aborts, if rarely

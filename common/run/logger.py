@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import fcntl
 import io
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
 from common.distributed import World
@@ -32,18 +32,23 @@ PROGRESS_PERIOD = 10.0  # seconds between two lines of progress where there is n
 class Logger:
     """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to trackers.
 
-    `args` has `env_id` and `total_timesteps` too; `file`: the script; `columns`: the header of metrics.csv after
-    `global_step`; `eval_envs`: --capture-video films the first. Raises `BadInput`, naming the flag, for a directory
-    that holds another run or cannot be made, a missing package and a tracker that does not begin; later `Fault`, with
-    the path, if a file cannot be written. Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`: whether
-    the directory holds a run to continue; `finished`: whether that is complete; `longer`: whether it was to be shorter.
+    `file`: the script; `columns`: the header of metrics.csv; `eval_envs`: --capture-video films the first.
+    Raises `BadInput`, naming the flag, for a directory that holds another run or cannot be made, a missing
+    package and a tracker that does not begin; later `Fault`, with the path, if a file cannot be written.
+    Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`: whether the directory holds a run to
+    continue; `finished`: whether that is complete; `longer`: whether it was to be shorter.
     """
 
     def __init__(
-        self, args: RunArgs, file: str, columns: tuple[str, ...], world: World, eval_envs: Environments | None = None
+        self,
+        args: RunArgs,
+        file: str,
+        columns: tuple[str, ...],
+        world: World,
+        eval_envs: Environments | None = None,
     ) -> None:
         self.args = args
-        self.columns = ("global_step", *columns)
+        self.columns = columns
         self.world = world
         self.enabled = world.rank == 0
         self.eval_envs = eval_envs
@@ -60,7 +65,7 @@ class Logger:
         self.continues = False  # whether a checkpoint was read
         self.bar = None
         self.shown = 0.0  # when progress was shown
-        self.is_shown = True  # whether the newest row was
+        self.rows_shown = 0
         self.trackers: list[Any] = []
         if self.enabled:
             with ExitStack() as opened:
@@ -75,9 +80,10 @@ class Logger:
         self.dir = Path(args.run_dir or default)
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            opened.callback(os.close, lock(self.dir))
-        except FileExistsError:
-            raise BadInput(f"--run-dir {self.dir}: is a file; name another.") from None
+            opened.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
+        except filelock.Timeout as error:
+            fault = "another process is writing there; end it, or name another"
+            raise BadInput(f"--run-dir {self.dir}: {fault}.") from error
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: cannot be written ({error.strerror}); name another.") from error
         config = self.dir / "config.json"
@@ -91,10 +97,7 @@ class Logger:
         self.resumed = args.resume and config.exists()
         self.longer = False
         if self.resumed:
-            try:
-                self.config = json.loads(config.read_bytes())
-            except ValueError as error:
-                raise BadInput(f"--run-dir {self.dir}: its config.json is damaged; name another.") from error
+            self.config = json.loads(config.read_bytes())
             require_same_run(self.dir, self.config, self.record)
             self.longer = self.config["args"]["total_timesteps"] < args.total_timesteps
         self.finished = self.resumed and (self.dir / "finished").exists() and not self.longer
@@ -106,26 +109,43 @@ class Logger:
             from common.run.tracking import Wandb
 
             same_run = self.resumed and not self.longer  # wandb keeps the rows at the old end
-            try:
-                self.trackers.append(Wandb(args, file, self.dir, environment, same_run))
-            except BadInput as error:
-                if not self.resumed:
-                    raise
-                self.note(f"{error} The run goes on without.")
+            self.trackers.append(Wandb(args, file, self.dir, environment, same_run))
         self.note(f"writing to {self.dir}")
 
     def continued(self, global_step: int, meaning: str, changes: list[str]) -> None:
-        """Say what is not as it was before a checkpoint, and add it to config.json; changed sources have a file."""
+        """Say what is not as it was before a checkpoint, and add it to config.json."""
         self.note(f"{meaning}: {'; '.join(changes)}")
         change = {"global_step": global_step, "commit": self.record["commit"], "changes": changes}
         self.config["continued"] = [*self.config.get("continued", []), change]
         self.config["args"]["total_timesteps"] = self.args.total_timesteps
-        self._write_config(self.config, f"changes-{global_step}.diff")
+        self._write_config(self.config)
 
-    def _write_config(self, config: Mapping[str, Any], name_of_difference: str) -> None:
-        write_whole(self.dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        if self.difference:
-            write_whole(self.dir / name_of_difference, self.difference.encode())
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        self.write("config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+    def write(self, name: str, content: bytes | memoryview) -> None:
+        """Write a file under another name, then rename it: it is whole or, with a `Fault`, not there."""
+        if not self.enabled:
+            return
+        path = self.dir / name
+        part = self.dir / f"{name}.part"
+        try:
+            with open(part, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
+
+    def save(self, global_step: int, state: Mapping[str, Any]) -> None:
+        """Write model.pt, for `weights_only=True`: the arguments, the step, `state` without what only trains."""
+        model = {"args": self.args.experiment(), "global_step": global_step}
+        model |= {name: state_of(x) for name, x in for_model(state).items()}
+        content = io.BytesIO()
+        torch.save(model, content)
+        self.write("model.pt", content.getbuffer())
 
     def state_dict(self) -> dict[str, float]:
         """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
@@ -158,18 +178,20 @@ class Logger:
         if self.enabled and not self.continues:
             if self.resumed:
                 self.note(f"{self.dir} holds no checkpoint: the run begins again")
-            self._write_config(self.record, "changes.diff")
-            write_whole(self.dir / "metrics.csv", (",".join(self.columns) + "\n").encode())
+            self._write_config(self.record)
+            if self.difference:
+                self.write("changes.diff", self.difference.encode())
+            self.write("metrics.csv", (",".join(self.columns) + "\n").encode())
         if self.enabled and sys.stdout.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=self.args.total_timesteps, initial=int(self.latest["global_step"]), file=sys.stdout)
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
-        """Write one row, whole, with the time; `row` maps columns to numbers, the rest stays blank.
+        """Write one row with the time; `row` maps columns to numbers, the rest stays blank.
 
-        Every rank must call with the same losses. All raise `Fault` for a name that `columns` lack, before the row, and
-        for a loss that is not finite, after it.
+        Every rank must call with the same losses. All raise `Fault` for a name that `columns` lack, before the
+        row, and for a loss that is not finite, after it.
         """
         for name in row:
             if name not in self.columns:
@@ -195,11 +217,15 @@ class Logger:
         else:
             row["time/SPS"] = step / (row["time/wall"] - self.evaluated)
         cells = {name: repr(plain(row[name])) if name in row else "" for name in self.columns}
-        append(self.dir / "metrics.csv", ",".join(cells.values()) + "\n")
+        path = self.dir / "metrics.csv"
+        try:
+            with open(path, "a") as file:
+                file.write(",".join(cells.values()) + "\n")
+        except OSError as error:
+            raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
         if evaluation and self.film:
             self._film(step)
         self._send(cells)
-        self.is_shown = False
         if evaluation or self.bar is not None or time.perf_counter() > self.shown + PROGRESS_PERIOD:
             self._show()
 
@@ -222,18 +248,14 @@ class Logger:
         filmed = "eval/episodic_return" in row and self.args.capture_video and film.exists()
         if "time/SPS" in row:
             row["charts/SPS"] = row.pop("time/SPS")  # its usual name
-        for tracker in [*self.trackers]:
-            try:
-                tracker.send(self.num_rows, row, film if filmed else None)
-            except Exception as error:  # a full disk's, or wandb's own
-                self.note(f"{type(tracker).__name__} takes no more rows ({one_line(error)}); metrics.csv goes on")
-                self.trackers.remove(tracker)
+        for tracker in self.trackers:
+            tracker.send(self.num_rows, row, film if filmed else None)
         self.num_rows += 1
 
     def _show(self) -> None:
         """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
         self.shown = time.perf_counter()
-        self.is_shown = True
+        self.rows_shown = self.num_rows
         step = int(self.latest["global_step"])
         total = self.args.total_timesteps
         names = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
@@ -254,84 +276,18 @@ class Logger:
             except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def save(self, global_step: int, state: Mapping[str, Any]) -> None:
-        """Write model.pt, for `weights_only=True`: the arguments, the step, `state` without what only trains."""
-        if self.enabled:
-            model = {"args": self.args.experiment(), "global_step": global_step}
-            model |= {name: state_of(x) for name, x in for_model(state).items()}
-            content = io.BytesIO()
-            torch.save(model, content)
-            write_whole(self.dir / "model.pt", content.getbuffer())
-
     def __enter__(self) -> Logger:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not self.enabled:
-            return
-        with self.opened:
-            if self.bar is not None:
-                self.bar.close()
-            elif error is None and not self.is_shown:
-                self._show()
-            for tracker in self.trackers:
-                with suppress(Exception):  # a full disk's, or wandb's own
+        if self.enabled:
+            with self.opened:
+                if self.bar is not None:
+                    self.bar.close()
+                elif error is None and self.rows_shown < self.num_rows:
+                    self._show()
+                for tracker in self.trackers:
                     tracker.finish(failed=error is not None)
-
-
-def lock(folder: Path) -> int:
-    """Lock a folder -> the descriptor that holds the lock, until it is closed or the process ends.
-
-    Waits for an owner that is ending. On a file system without locks it takes none.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                fault = "another process is writing there; end it, or name another"
-                raise BadInput(f"--run-dir {folder}: {fault}.") from None
-            time.sleep(0.1)
-        except OSError:
-            return descriptor
-
-
-def append(path: Path, line: str) -> None:
-    """Append a line to a file, whole or, with a `Fault` that names it, not at all."""
-    try:
-        length = path.stat().st_size
-        try:
-            with open(path, "ab") as file:
-                file.write(line.encode())
-        except OSError:
-            os.truncate(path, length)
-            raise
-    except OSError as error:
-        raise Fault(f"{path}: cannot be written ({error.strerror}); the run ends at its last row.") from error
-
-
-def write_flushed(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file and flush it to the disk."""
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file under another name, then rename it: it is whole or, with a `Fault` that names it, not there."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        write_flushed(part, [content])
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 def for_model(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from common.state import check_equal
 from common.tensors import to_tensor, upload
 
 Act = Callable[[np.ndarray], np.ndarray]
-Numbers = dict[str, float]  # by name
-STOP_PERIOD = 500  # transitions (all processes) after which processes exchange stop requests, if rows are rarer
+STOP_PERIOD = 500  # transitions (all processes) after which processes exchange stop requests
 
 
 def crossed(period: int, before: int, now: int) -> bool:
@@ -32,27 +31,17 @@ def crossed(period: int, before: int, now: int) -> bool:
     return period > 0 and now // period > before // period
 
 
-COLUMNS_OF_ALL = {
-    "charts/": ("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
-    "eval/": ("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
-    "losses/": (),
-    "time/": ("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
-}
-
-
-def header(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns of metrics.csv: those of every script and a script's own, each in the group of its first word."""
-    names = []
-    for prefix, shared in COLUMNS_OF_ALL.items():
-        names += shared
-        names += [name for name in columns if name.startswith(prefix)]
-    return (*names, *(name for name in columns if name not in names))
+COLUMNS_OF_ALL = (
+    *("charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
+    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
+    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
+)
 
 
 class Means:
     """Means over the updates since the last row of what losses return by name, and times.
 
-    `seconds`: by column, for the script to add to. A row shows those of the slowest process.
+    `seconds`: by column, for the script to add to. A row shows the slowest process's.
     """
 
     def __init__(self, envs: Environments) -> None:
@@ -67,29 +56,22 @@ class Means:
         self.waiting: list[list[dict[str, torch.Tensor]]] = []  # what is not yet in the sums
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
-        """Add what a loss returned for each shard here, by name: means, whose mean over shards must be the batch's, or
-        tensors of numbers for each sample, of the same shape for all shards and updates.
-        """
+        """Add what a loss returned for each shard here, by name: means over its samples, or a number for each."""
         self.waiting.append(stats)
         if len(self.waiting) == 16:  # more tensors, kept until the row, would fragment the memory of batches
             self._sum()
 
     def _sum(self) -> None:
-        means = []
-        terms = []
         for name in dict.fromkeys(name for stats in self.waiting for name in stats[0]):
-            stats = [x for x in self.waiting if name in x[0]]
-            self.counts[name] += len(stats)
-            for sums, values in zip(self.sums, zip(*stats, strict=True), strict=True):
-                of_shard = torch.stack([x[name] for x in values]).double().reshape(len(values), -1)
-                means.append(of_shard.mean(-1).to(self.world.device))
-                terms += [(sums, name)] * len(values)
-        if means:  # which come from a GPU in one copy
-            for (sums, name), value in zip(terms, torch.cat(means).tolist(), strict=True):
-                sums[name] += value
+            updates = [stats for stats in self.waiting if name in stats[0]]
+            self.counts[name] += len(updates)
+            for shard, sums in enumerate(self.sums):
+                values = torch.stack([stats[shard][name] for stats in updates])
+                means = values.double().reshape(len(updates), -1).mean(-1)
+                sums[name] = sum(means.tolist(), sums[name])
         self.waiting = []
 
-    def row(self) -> Numbers:
+    def row(self) -> dict[str, float]:
         """The columns of episodes, losses and times since the last call, over all processes.
 
         Without an episode that ended, or an update, the columns of their means are left out.
@@ -111,11 +93,11 @@ class Means:
 
 
 class Run:
-    """One run of a script, on this process.
+    """One run of a script, on this process. Every process must call each method.
 
     `environments_end`: True at the start and after each checkpoint, until `start_environments` is called.
-    `global_step`: transitions of all processes at the last call of `evaluate_and_checkpoint`; `last_step`: at the end
-    of the run. `means`: what a row of metrics.csv is made of. Every process must call each method.
+    `global_step`: transitions of all processes at the last call of `evaluate_and_checkpoint`;
+    `last_step`: at the end of the run. `means`: what a row of metrics.csv is made of.
     """
 
     def __init__(self, args: RunArgs, envs: Environments, logger: Logger) -> None:
@@ -130,16 +112,17 @@ class Run:
         self.gradients = Gradients(envs.world)
         self.means = Means(envs)
         self.checkpoints: Any = None
+        self.checkpoint_number = 0  # 1, 2, ... after the first, the second checkpoint
         self.environments_end = True
         self.global_step = 0
         self.last_step = 0
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
 
     def register(self, replay: Any = None, **state: Any) -> None:
-        """Register what is equal on all processes at all times: modules, optimisers, generators, tensors, normalisers.
+        """Register what is equal on all processes: modules, optimisers, generators, tensors, normalisers.
 
-        It is compared at each --check-sync-every and saved in checkpoints and, except optimisers and generators, in
-        model.pt. `replay`: the buffer, of which each process saves its own part.
+        It is compared at each --check-sync-every and saved in checkpoints and, except optimisers and generators,
+        in model.pt. `replay`: the buffer, of which each process saves its own part.
         """
         self.state |= state
         if replay is not None:
@@ -181,32 +164,28 @@ class Run:
     def load_or_start(self, act: Act, last_step: int, **schedules: float) -> None:
         """Go on from a checkpoint or load a model, and evaluate `act` before anything is learned.
 
-        `last_step`: transitions at the end of the run. `schedules`: by the field of its flag, the part of the run over
-        which something changes with it; once that has passed, a run that goes on may be made longer.
+        `last_step`: transitions at the end of the run. `schedules`: by the field of its flag, the part of the run
+        over which something changes with it; once that has passed, a run that goes on may be made longer.
         """
         args = self.args
         self.last_step = last_step
         if args.checkpoint_every:
             from common.run.checkpoint import Checkpoints
 
-            ends = {name: part * last_step for name, part in schedules.items()}
-            self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay, ends)  # collective
+            self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay)
+            self.checkpoints.read_newest({name: part * last_step for name, part in schedules.items()})  # collective
+            self.checkpoint_number = self.checkpoints.number
             self.global_step = self.checkpoints.global_step
             self.checkpoint_step = self.global_step
         if args.load_model is not None and not self.global_step:
             from common.run.checkpoint import load_model
 
-            load_model(args, self.world, self.state, self.logger)  # collective
+            load_model(args, self.state, self.logger)
         plan = f"{last_step} transitions by {args.num_envs} environments"
         through = f", through {self.world.carrier}" if self.world.carrier else ""
         self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}{through}")
         if args.eval_every and not self.global_step:
             self._evaluate(act)  # collective
-
-    @property
-    def checkpoint_number(self) -> int:
-        """1, 2, ... after the first, the second checkpoint; 0 before."""
-        return self.checkpoints.number if self.checkpoints else 0
 
     def start_environments(self) -> np.ndarray:
         """Start every environment anew, from other seeds after each checkpoint -> observations (n, *shape)."""
@@ -228,7 +207,7 @@ class Run:
         return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
 
     def evaluate_and_checkpoint(self, global_step: int, act: Act, may_checkpoint: bool = True) -> bool:
-        """Compare processes, evaluate and write a checkpoint if their periods are due -> whether the run is to end.
+        """Compare processes, evaluate, write a checkpoint where these are due -> whether the run is to end.
 
         `may_checkpoint`: False while the script holds data that a checkpoint would lack; a due checkpoint then waits.
         """
@@ -251,6 +230,7 @@ class Run:
                 if self.replay is not None:
                     self.replay.cut()  # collective
                 self.checkpoints.write(global_step)  # collective
+                self.checkpoint_number = self.checkpoints.number
                 self.environments_end = True
         return False
 
@@ -263,22 +243,22 @@ class Run:
         return row["eval/episodic_return"]
 
     def finish(self, **more: Any) -> None:
-        """Write model.pt, with `more` than what is registered, and say that the run is finished."""
+        """Write model.pt, with `more` than what is registered, and mark the run as finished."""
         if self.args.save_model:
             self.logger.save(self.global_step, self.state | more)
-        if self.checkpoints:
-            self.checkpoints.finish()
+        if self.args.checkpoint_every and not self.world.stop:
+            self.logger.write("finished", b"")
 
 
 @contextmanager
 def open_run(args: RunArgs, file: str, columns: tuple[str, ...], envs: Environments) -> Iterator[Run]:
-    """Open the run directory and process group. Train in a function called inside, so that its DDP modules are freed.
+    """Open the run directory, with the script's own `columns` of metrics.csv, and the process group.
 
-    `columns`: the script's own of metrics.csv.
+    Train in a function called inside, so that its DDP modules are freed.
     """
     world = envs.world
     with (
-        Logger(args, file, header(columns), world, envs.evaluation) as logger,
+        Logger(args, file, ("global_step", *COLUMNS_OF_ALL, *columns), world, envs.evaluation) as logger,
         world.process_group(args.timeout, args.shared_memory),
     ):
         yield Run(args, envs, logger)

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -25,16 +25,15 @@ PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minata
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "sources")  # of a record, with its versions
 
 
-def source_files(script: Path, folders: Sequence[str] = ()) -> dict[str, Path]:
-    """A script and the files of `common/`, by name; the script alone if it imports none (`tools/onefile.py`).
-
-    `folders`: where the script's process looks for `common/`, in this order (default: this process's `sys.path`).
-    """
-    found = {}
+def source_files(script: Path) -> dict[str, Path]:
+    """A script and the files of `common/`, by name; the script alone if it imports none (`tools/onefile.py`)."""
+    files = {script.name: script.absolute()}
     if re.search(rb"^\s*(from|import) common[ .]", script.read_bytes(), re.MULTILINE):
-        for folder in (Path(x).absolute() for x in reversed(folders or sys.path)):
-            found |= {str(path.relative_to(folder)): path for path in folder.glob("common/**/*.py")}
-    return {script.name: script.absolute()} | dict(sorted(found.items()))
+        folder = script.absolute().parent
+        if not (folder / "common").exists():
+            folder = Path(__file__).parents[2]
+        files |= {str(path.relative_to(folder)): path for path in sorted(folder.glob("common/**/*.py"))}
+    return files
 
 
 def git(folder: Path, *words: str) -> str:
@@ -45,13 +44,13 @@ def git(folder: Path, *words: str) -> str:
     return ""
 
 
-def source_record(script: Path, folders: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+def source_record(script: Path) -> tuple[dict[str, Any], str]:
     """The commit (None without git), whether the sources differ from it, their digest; and git's difference.
 
-    `folders`: as for `source_files`. A file that git does not track differs, but is not in the difference.
+    A file that git does not track differs, but is not in the difference.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name, path in source_files(script, folders).items():
+    for name, path in source_files(script).items():
         digest.update(name.encode() + b"\0" + path.read_bytes())
     folder = script.absolute().parent
     sources = ("--", script.name, "common")
@@ -97,20 +96,20 @@ def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[st
 
     `path`: the recorded run's. The run may be longer than was planned.
     """
+    args = recorded["args"]
     if recorded["script"] != record["script"]:
         raise BadInput(f"--run-dir: {path} holds a run of {recorded['script']}.py; name another.")
-    if not recorded["args"].get("checkpoint_every"):
+    if not args.get("checkpoint_every"):
         raise BadInput(f"--resume: {path} holds a run that was recorded without --checkpoint-every; name another.")
     for name, value in record["args"].items():
-        before = recorded["args"].get(name)
+        before = args.get(name)
         longer = name == "total_timesteps" and value > (before or value)  # Checkpoints looks at the schedules
         if name not in MAY_CHANGE_ON_RESUME and not longer:
             require(value == before, flag(name), value, f"{before} to go on with {path}")
     if record["args"]["shards"] is None and record["world_size"] != recorded["world_size"]:
         only = f"{recorded['world_size']} process(es) only, not on {record['world_size']}"
         raise BadInput(f"--shards: {path} was recorded without, so it goes on on {only}.")
-    before = recorded.get("columns", [])
-    if record["columns"] != before:
-        name = min({*record["columns"]} ^ {*before}, default="their order")
+    if record["columns"] != recorded["columns"]:
+        name = min({*record["columns"]} ^ {*recorded["columns"]}, default="their order")
         fault = f"{path} was recorded with other columns of metrics.csv ({name})"
         raise BadInput(f"--run-dir: {fault}; name another, or change COLUMNS back.")

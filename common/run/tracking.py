@@ -15,13 +15,20 @@ FINISH_TIMEOUT = 10.0  # seconds that wandb has at the end of a run; `wandb sync
 
 
 class Wandb:
-    """A wandb run, whose own service sends the rows. A resumed run has the id that is stored in the run directory.
+    """A wandb run, whose own service sends the rows. Its id is stored in the run directory.
 
-    `resumed`: whether the rows of metrics.csv continue those of that run. `starting_step`: how many rows wandb has
-    already. Raises `BadInput` (--track) if wandb is missing or does not begin.
+    `resumed`: whether the rows of metrics.csv continue those of the run with that id.
+    Raises `BadInput` (--track) if wandb is missing or does not begin.
     """
 
-    def __init__(self, args: RunArgs, file: Path, run_dir: Path, environment: Mapping[str, Any], resumed: bool) -> None:
+    def __init__(
+        self,
+        args: RunArgs,
+        file: Path,
+        run_dir: Path,
+        environment: Mapping[str, Any],
+        resumed: bool,
+    ) -> None:
         script = file.stem
         id_file = run_dir / "wandb_id"
         run_id = id_file.read_text() if resumed and id_file.exists() else None
@@ -40,26 +47,23 @@ class Wandb:
                 # begun before the other ranks have waited for --timeout
                 settings=wandb.Settings(init_timeout=min(90.0, args.timeout / 4), finish_timeout=FINISH_TIMEOUT),
             )
-            self.run.define_metric("*", step_metric="global_step")
-            self.run.define_metric("eval/episodic_return", step_metric="global_step", summary="max,last")
-            source = wandb.Artifact(f"source-{script}", type="source")
-            for name, path in source_files(file).items():
-                source.add_file(str(path), name=name)
-            self.run.log_artifact(source)
         except ImportError as error:
             raise BadInput("--track: needs wandb: pip install wandb") from error
         except Exception as error:  # wandb's own, and those of its settings
-            reason = one_line(error)
-            if "project name" in reason:
-                raise BadInput(f"--wandb-project-name {args.wandb_project_name}: {reason}.") from error
-            raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
+            advice = "run `wandb login`, or set WANDB_MODE=offline"
+            raise BadInput(f"--track: {one_line(error)}; {advice}.") from error
         id_file.write_text(self.run.id)
-        self.starting_step = self.run.starting_step
+        self.run.define_metric("*", step_metric="global_step")
+        self.run.define_metric("eval/episodic_return", step_metric="global_step", summary="max,last")
+        source = wandb.Artifact(f"source-{script}", type="source")
+        for name, path in source_files(file).items():
+            source.add_file(str(path), name=name)
+        self.run.log_artifact(source)
         self.video = wandb.Video
 
     def send(self, number: int, row: dict[str, float], film: Path | None) -> None:
         """Send a row, with its number in metrics.csv and, if there is one, its film."""
-        if number >= self.starting_step:
+        if number >= self.run.starting_step:  # wandb has the rows before
             films = {} if film is None else {"videos/evaluation": self.video(str(film), format="mp4")}
             self.run.log(row | films, step=number)
 
@@ -68,7 +72,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Files in `tensorboard` in the run directory. A resumed run writes all rows anew, and they replace the old ones.
+    """Files in `tensorboard` in the run directory. A resumed run writes all rows anew, in place of the old ones.
 
     Raises `BadInput` (--tensorboard) if the package is missing.
     """
