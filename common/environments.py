@@ -114,9 +114,8 @@ class Environments(VectorWrapper):
         self.repeats_first = family == "envpool"
         self.channels_last = channels_axis(space, family, self.atari) == 2
         if self.channels_last:
-            low = np.moveaxis(space.low, -1, 0)
-            high = np.moveaxis(space.high, -1, 0)
-            self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
+            bounds = [self._channels_first(x) for x in (space.low, space.high)]
+            self.single_observation_space = gym.spaces.Box(*bounds, dtype=space.dtype)
 
     def storage(self, *shape: int) -> np.ndarray:
         """Zeros (*shape, *observation's shape), with the memory layout of the simulator's observations."""
