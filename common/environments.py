@@ -259,7 +259,7 @@ def make_envs(
     own = {"life_loss": life_loss and domain == TRAINING, "one_episode": domain == EVALUATION}
     try:
         envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, **own)
-    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
+    except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
         reason = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:  # None for a user's module
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
