@@ -408,7 +408,7 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
             BREAKS[broken]()
         assert_aligned()
         share = distributed.share_memory  # also by more ranks than cores
-        distributed.share_memory = lambda store, rank, size, _, refusal: share(store, rank, size, range(8), refusal)
+        distributed.share_memory = lambda rank, size, _, fault: share(rank, size, {*range(8)}, fault)
         sys.argv = [script, *words]
         runpy.run_path(script, run_name="__main__")
         os._exit(0)
