@@ -27,7 +27,6 @@ BOX, DUELING = {"env_id": "Pendulum-v1"}, {"dueling": True}
 
 CAST = "        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())\n"
 APPLY = "        return self.layers(obs)\n"
-LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
 RESIDUAL = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + x\n"
 CONCAT = "torch.cat([out, self.log_std.expand_as(out)], -1)"
 HEAD = "layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"

@@ -215,11 +215,7 @@ def test_procgens_levels():
 
 
 REFUSED = {
-<<<<<<< HEAD
     ("envpool/CartPol-v1", "{}"): "--env-id envpool/CartPol-v1: .*CartPol",
-=======
-    ("envpool/CartPol-v1", "{}"): "--env-id envpool/CartPol-v1: EnvPool cannot make CartPol-v1: ",
->>>>>>> data48
     ("envpool/Chess-v1", "{}"): "--env-id envpool/Chess-v1: EnvPool's Chess-v1 has several players",
     ("envpool/CartPole-v1", '{"gravity": 1}'): "--env-kwargs .* unexpected keyword argument",
     ("envpool/Breakout-v5", '{"stack_num": 1.5}'): "--env-kwargs .*: TypeError: ",
