@@ -125,10 +125,3 @@ def test_environments_that_do_not_divide_are_refused(script, tmp_path):
     refused = run(f"{script}_ddp.py", 2, "--num-envs 5", tmp_path / "run", code=2)
     message = "--num-envs 5: must be a multiple of the number of processes (2), such as 4 or 6."
     assert f"error: {message}" in refused.err and "Traceback" not in refused.err and not refused.dir.exists()
-
-
-def test_a_rank_that_is_alone_with_its_fault_says_it(tmp_path):
-    """A package that only one node lacks: that rank's message appears, and nothing waits for the other."""
-    env = {"LOCKSTEP_FAULT": "refuse@1@0"}
-    run = finish(start("ppo_ddp.py", 2, f"--run-dir {tmp_path / 'run'}", True, **env), tmp_path)
-    assert run.code == 1 and run.err.count("rank 1: --env-id refused on purpose") == 1

@@ -1,7 +1,6 @@
 """Ids `envpool/...`: the same contract; and --env-kwargs and --network, which Procgen needs."""
 
 import sys
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -14,7 +13,6 @@ import ppg_ddp
 import ppo_ddp
 from common.environments import EVALUATION, TRAINING, make_envs
 from common.errors import BadInput
-from common.pool import Pool
 from common.replay import ReplayBuffer
 from runs import run
 from test_replay import FakeWorld
@@ -153,23 +151,6 @@ def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
         envs.close()
     assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
     assert ends[True] >= 5 * ends[False] and max(total for total, _, _ in finished[True]) > 1
-
-
-def test_a_game_with_fewer_lives_than_the_last_one_had_left_is_no_lost_life():
-    """As after a truncation with lives won: the lives to compare with are those of the reset."""
-    pool = Pool("Breakout-v5", 1, 1, {}, life_loss=True)
-    obs, no, yes, lives = np.zeros((1, 4, 84, 84), np.uint8), np.zeros(1, bool), np.ones(1, bool), iter((6, 5, 4))
-
-    def stepped(truncations: np.ndarray) -> tuple:
-        return obs, np.zeros(1), no, truncations, {"lives": np.array([next(lives)])}
-
-    pool.lives = np.array([6])
-    pool.pool = SimpleNamespace(
-        step=lambda _: stepped(yes), reset=lambda ids: (obs, {"lives": np.array([next(lives)])})
-    )
-    assert not pool.step(no)[2][0] and pool.lives.tolist() == [5]
-    pool.pool.step = lambda _: stepped(no)
-    assert pool.step(no)[2][0]
 
 
 def test_options_reach_the_simulator():

@@ -1,6 +1,5 @@
 """tools/onefile.py: a script and what it uses of common/ as one file, which does the same alone."""
 
-import math
 import shutil
 import subprocess
 import sys
@@ -77,68 +76,6 @@ def test_a_file_that_is_left_out_is_refused_by_the_copy_in_one_line(tmp_path):
     assert kept.returncode == 2 and "--without acting: it must stay, since ppo_ddp.py imports it" in kept.stderr
     unknown = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", "nothing")
     assert unknown.returncode == 2 and "--without nothing: no file of that name" in unknown.stderr
-
-
-SCRIPT = """import math
-from common.errors import BadInput
-from common.shapes import Square
-
-
-def main(args):
-    if args.use_circles:
-        from common.circles import (
-            Circle,
-            unit,
-        )
-
-        return Circle(unit)
-    return Square(math.pi)
-"""
-SHAPES = """import math
-
-
-class Shape:
-    def __init__(self, size):
-        self.size = size * math.e
-
-
-class Square(Shape):
-    def circle(self):
-        from common.circles import Circle
-        return Circle(self.size)
-"""
-CIRCLES = """from common.shapes import Shape
-
-unit = 1.0
-
-
-class Circle(Shape):
-    pass
-"""
-
-
-@pytest.fixture
-def own(tmp_path):
-    """A user's own script beside a `common/` of their own."""
-    (tmp_path / "common").mkdir()
-    files = {"script.py": SCRIPT, "common/shapes.py": SHAPES, "common/circles.py": CIRCLES}
-    files["common/errors.py"] = "class BadInput(ValueError):\n    pass\n"
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
-def test_imports_inside_functions_are_followed(own):
-    """Also where two files need each other; each stands after those that it needs at its top, and once."""
-    text = one_file(own / "script.py", "mine.py")
-    names = [line for line in text.splitlines() if line.startswith("# FROM ")]
-    assert names == [f"# FROM {x}" for x in ("common/errors.py", "common/shapes.py", "common/circles.py", "script.py")]
-    assert "from common" not in text and text.count("import math") == 1
-    made = {}
-    exec(text, made)
-    circle = made["main"](SimpleNamespace(use_circles=True))
-    assert type(circle).__name__ == "Circle" and circle.size == math.e
-    assert type(made["main"](SimpleNamespace(use_circles=False)).circle()).__name__ == "Circle"
 
 
 def test_the_error_for_what_is_left_out_names_the_flag(own):

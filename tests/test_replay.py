@@ -7,9 +7,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import common.machine
-import common.replay
-from common.errors import BadInput
 from common.replay import ReplayBuffer
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -169,31 +166,6 @@ def test_stacks_are_those_of_the_real_atari_environment():
     assert lives > 4 and games > 1
 
 
-def test_images_as_they_lie_in_memory():
-    """Whether simulators give channels first or last, observations are the same, also those of a checkpoint."""
-    rng, space = np.random.default_rng(0), gym.spaces.Box(0, 255, (3, 6, 5), np.uint8)
-    first, last, restored = (
-        ReplayBuffer(24, 2, FakeWorld(0, 1), space, (), np.int64, channels_last=flag) for flag in (False, True, True)
-    )
-    for step in range(20):
-        obs, final_obs = (np.moveaxis(rng.integers(0, 256, (2, 6, 5, 3), np.uint8), -1, 1) for _ in range(2))
-        for buffer in (first, last):
-            if step == 0:
-                buffer.start(obs)
-            truncations = np.array([step % 5 == 4, False])
-            infos = {"final_obs": final_obs, "episode_ended": truncations}
-            buffer.add(np.zeros(2), np.zeros(2), np.zeros(2, bool), truncations, obs, infos)
-    restored.load_state_dict(last.state_dict())
-    for array, copy in zip(last.pieces(0), restored.pieces(0), strict=True):
-        assert array.flags.c_contiguous and copy.flags.c_contiguous
-        copy[:] = array
-    assert last.observed.strides[2] < last.observed.strides[-1] and len(last.final_obs) == 3
-    batches = [buffer._batch(np.arange(24), np.arange(24), np.ones(24)) for buffer in (first, last, restored)]
-    for batch in batches[1:]:
-        assert batch.obs.equal(batches[0].obs) and batch.next_obs.equal(batches[0].next_obs)
-    assert batches[0].next_obs.float().std() > 50
-
-
 def test_frequencies_follow_priorities():
     """In the long run a place is drawn in proportion to its priority; weights undo that at beta 1."""
     (buffer,) = shards(1, alpha=1.0)
@@ -297,11 +269,3 @@ def test_last_observations_are_kept_as_long_as_their_transition():
     assert sorted(filled(4_000, until=2_500).final_obs) == [
         env * 2_000 + place for env in (0, 1) for place in range(500)
     ]
-
-
-def test_a_buffer_that_does_not_fit_is_refused(monkeypatch):
-    for module in (common.machine, common.replay):
-        monkeypatch.setattr(module, "free_memory", lambda: 1e9)
-    atari = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    with pytest.raises(BadInput, match=r"--buffer-size 1000000: needs 7\.1 GB .*, of which 1\.0 GB are free"):
-        ReplayBuffer(1_000_000, 8, FakeWorld(0, 1), atari, (), np.int64, stack=4)
