@@ -73,23 +73,6 @@ class Counting(gym.Env):
         return np.array([self.steps], np.float32), 1.0, over and way != 0, over and way != 1, {}
 
 
-class FaultyPendulum(PendulumEnv):
-    """Gives a number that is not finite, `value`, as its reward, observation or last observation, at its 7th step."""
-
-    def __init__(self, where, value):
-        super().__init__()
-        self.where, self.value, self.time = where, value, 0
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = super().step(action)
-        self.time += 1
-        if self.time == 7 and self.where == "reward":
-            reward = self.value
-        if self.time == 7 and self.where in ("observation", "last"):
-            obs[1] = self.value
-        return obs, reward, terminated, truncated or (self.time == 7 and self.where == "last"), info
-
-
 class SlowCartPole(CartPoleEnv):
     """Takes LOCKSTEP_SLEEP seconds a step."""
 
@@ -213,10 +196,6 @@ gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
 gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
 gym.register("NoisyPendulum-v0", NoisyPendulum, max_episode_steps=10)
 gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)
-for where in ("reward", "observation", "last"):
-    for value in ("nan", "inf"):
-        kwargs = {"where": where, "value": float(value)}
-        gym.register(f"Pendulum-{where}-{value}-v0", FaultyPendulum, max_episode_steps=50, kwargs=kwargs)
 gym.register("Counting-v0", Counting)
 gym.register("Drawn-v0", Drawn)
 gym.register("TurnedDrawn-v0", turned)

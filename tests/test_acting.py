@@ -64,29 +64,21 @@ OPERATIONS = {
     "parameters": lambda m, x: m.weight + m.buffer * x - m.tensor + m.tensor * x - m.gate / (m.tensor.abs() + 1 + x**2),
     "functions": lambda m, x: torch.exp(x) + torch.log(x.abs() + 1) + (x * x).sqrt() + x.sin() - torch.cos(x),
     "activations": lambda m, x: F.relu(x) + torch.tanh(x) + x.sigmoid() + F.softplus(x) + F.gelu(x) + x.relu(),
-    "read-only": lambda m, x: F.softplus(m.weight.expand_as(x)),
     "clamp": lambda m, x: x.clamp(-0.5, 0.5) + torch.clamp(x, min=0.1) + x.clamp(*m.bounds) + x.clamp(max=0.2),
     "cat": lambda m, x: torch.cat([x, m.weight.expand_as(x), x[:, :1]], -1) + torch.cat((x, x, x[:, 1:2]), dim=1),
-    "stack": lambda m, x: torch.stack([x, 2 * x], -1).flatten(1),
-    "chunk": lambda m, x: torch.cat([x.chunk(2, -1)[1], torch.chunk(x, 3, 1)[0]], -1) + x.chunk(2)[0].sum(0),
     "unpacked": unpacked,
     "moments": lambda m, x: (
         (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) + x.sum(-1, keepdim=True) + x.mean()
     ),
     "extremes": lambda m, x: x.amax(-1, keepdim=True) - x.max(-1, keepdim=True)[0] + torch.maximum(x, m.weight),
-    "types": lambda m, x: x.to(torch.float64).to(x.dtype) + x.to(torch.get_default_dtype()) + x.float(),
     "shapes": lambda m, x: (
         x.view(x.shape[0], -1) + x.reshape(-1, 4) + x.unsqueeze(1).squeeze(1) + x.expand(x.size(0), 4)
     ),
     "indices": lambda m, x: x[:, [0, 2]] + x[..., 1:3] + x[:, -1, None] + x[:, 3:],
-    "infinity": lambda m, x: x.clamp(-math.inf, 1.0),
     "where": lambda m, x: torch.where(x.abs() > 0.5, x, m.weight),
     "residual": lambda m, x: x + m.layer(F.elu(m.layer(x))),
     "nested": lambda m, x: F.linear(x, m.layer.weight / m.layer.weight.abs().sum(), m.layer.bias),
-    "linear": lambda m, x: F.linear(x, m.layer.weight) + F.linear(x, weight=m.layer.weight, bias=m.layer.bias),
-    "several results": lambda m, x: (x.tanh(), x / 0),
     "rare": lambda m, x: torch.special.erfcx(x) + torch.topk(x, 2)[0].sum(-1, keepdim=True),
-    "sizes": lambda m, x: x / x.shape[-1] ** 0.5 + 1e-3 * x.size(0) * x,
 }
 
 
@@ -122,14 +114,11 @@ def aliased(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 UNKNOWN = {  # what is said, function, layer
     "an operation in place": ("its translation gives other numbers", aliased, None),
     "dropout": ("gives other numbers", lambda m, x: m.layer(x), nn.Sequential(nn.ReLU(), nn.Dropout())),
-    "batch norm": ("control flow", lambda m, x: m.layer(x), nn.BatchNorm1d(4)),
     "recurrent": ("control flow", lambda m, x: m.layer(x), nn.GRU(4, 4)),
     "hook": ("Linear has a hook or a parametrization", lambda m, x: m.layer(x), hooked()),
     "control flow": ("control flow", lambda m, x: x if x.sum() > 0 else -x, None),
-    "iteration": ("Proxy object cannot be iterated", lambda m, x: sum(list(x)), None),
     "in place": ("clamp_ is not translated", lambda m, x: [y := 2 * x, y.clamp_(-0.1, 0.1)][0], None),
     "draws": ("gives other numbers", lambda m, x: x + torch.randn(4), None),
-    "another type": ("torch.int32", lambda m, x: x.to(torch.int32) / 2, None),
 }
 
 

@@ -261,9 +261,9 @@ def test_every_kind_of_state_is_compared(change, monkeypatch):
     monkeypatch.setattr(World, "gather_objects", lambda _, mine: tables.append(mine) or [mine, mine])
     check_equal(0, state(change), world)
     monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, tables[0]])
-    named = {"weight": "network.weight", "moment": "optimizer.state.1.exp_avg", "generator": "generator"}
-    named |= {"missing": "optimizer.state.1.step", "extra": "other"}
-    with pytest.raises(Fault, match=f"step 7: {named[change]} on rank 1"):
+    named = {"weight": "network.*weight", "moment": "optimizer.*state.*1.*exp_avg", "generator": "generator"}
+    named |= {"missing": "optimizer.*state.*1.*step", "extra": "other"}
+    with pytest.raises(Fault, match=rf"step 7: \S*{named[change]}\S* on rank 1"):
         check_equal(7, state(), world)
 
 

@@ -30,7 +30,6 @@ from common.run import logger
 from common.run.arguments import MAY_CHANGE_ON_RESUME, RunArgs
 from common.run.checkpoint import Checkpoints
 from common.run.logger import Logger
-from common.state import state_of
 from common.watchdog import end_now
 from runs import Run, command, descendants, finish, flat, fork, run, same_run, start
 from test_replay import VECTOR, FakeWorld
@@ -509,21 +508,3 @@ def test_cut_write_start_anew(module, tmp_path, monkeypatch):
     for number, step in enumerate(steps, 1):
         expected += [*(["cut"] if fill else []), f"write {step}", f"start {number}", *fill]
     assert happened == expected
-
-
-def test_what_is_saved_is_on_the_cpu_however_deep_it_is():
-    """An optimiser's options lie in a list, and on a GPU its learning rate is a tensor there."""
-
-    class Far(torch.Tensor):
-        def detach(self):
-            return self
-
-        def cpu(self):
-            return "here"
-
-    class Optimizer:
-        def state_dict(self):
-            far = torch.zeros(1).as_subclass(Far)
-            return {"groups": [{"lr": far, "betas": (far, 0.9)}]}
-
-    assert state_of(Optimizer()) == {"groups": [{"lr": "here", "betas": ("here", 0.9)}]}

@@ -30,11 +30,6 @@ APPLY = "        return self.layers(obs)\n"
 RESIDUAL = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + x\n"
 CONCAT = "torch.cat([out, self.log_std.expand_as(out)], -1)"
 HEAD = "layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
-WIDE_HEAD = "nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, size))"
-BOUNDED = "log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)"
-GATE = "self.gate = nn.Parameter(torch.zeros(()))\n"
-SHAPE = "        self.image = len(space.shape) == 3\n"
-GATED = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + self.gate * x\n"
 SCALED = CAST.replace("())\n", "()) / 10\n")
 BRANCH = "        obs = obs / 10 if obs.sum() > 0 else obs\n"
 
@@ -44,13 +39,9 @@ PPO = {
     "none, Box": ([], BOX),
     "deeper": ([("nn.Tanh()]", "nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]")], {}),
     "layer norm": ([("64)), nn.Tanh()]", "64)), nn.LayerNorm(64)]")], {}),
-    "another head": ([(HEAD, WIDE_HEAD)], BOX),
     "residual": ([(APPLY, RESIDUAL)], {}),
-    "gated residual": ([(SHAPE, f"{SHAPE}        {GATE}"), (APPLY, GATED)], {}),
     "input scaling": ([(CAST, SCALED)], {}),
     "squashed mean": ([(CONCAT, CONCAT.replace("[out,", "[out.tanh(),"))], BOX),
-    "clamped deviation": ([("self.log_std.exp", "self.log_std.clamp(-5, 2).exp")], BOX),
-    "deviation of the state": ([(CONCAT, "torch.cat([out, features[:, :1].expand_as(out)], -1)")], BOX),
     "branch": ([(CAST, CAST + BRANCH)], {}, "control flow"),
     "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, "parametrization"),
 }
@@ -68,8 +59,6 @@ SAC = {
     "none": ([], {}),
     "deeper": ([("(256, 256), nn.ReLU()\n", "(256, 64), nn.Tanh(), nn.Linear(64, 256), nn.ReLU()\n")], {}),
     "layer norm": ([("256), nn.ReLU()\n", "256), nn.LayerNorm(256)\n")], {}),
-    "clamped deviation": ([(BOUNDED, "log_std = log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)")], {}),
-    "softsign": ([("self.scale * u.tanh()", "self.scale * F.softsign(u)")], {}),
 }
 PPG = {edit: PPO[edit] for edit in ("none", "none, Box")}
 EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPG, "dqn_ddp.py": DQN, "sac_ddp.py": SAC}

@@ -19,7 +19,7 @@ from test_output import wandb_history, wandb_records
 def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
     """Before --timeout ends it, and in torch's own words."""
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "2"}
-    run = finish(start("ppo_ddp.py", 1, f"--timeout 10 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
+    run = finish(start("ppo_ddp.py", 1, f"--timeout 6 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
     assert run.code == 1 and "waiting for clients. 1/2 clients joined." in run.err, run.err
 
 

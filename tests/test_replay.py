@@ -248,24 +248,3 @@ def test_against_a_slow_reference(data, n_step, capacity, stack):
             )
             if discount:
                 assert batch.next_obs[i].flatten().tolist() == after
-
-
-def test_last_observations_are_kept_as_long_as_their_transition():
-    """Of truncated episodes, by place."""
-
-    def filled(steps, until=5_000):
-        buffer, n = ReplayBuffer(8_000, 4, FakeWorld(0, 1), VECTOR, (), np.int64), 4
-        buffer.start(np.zeros((n, 2)))
-        for step in range(steps):
-            truncations = np.arange(n) < 2 if step < until else np.zeros(n, bool)
-            infos = {"final_obs": np.full((n, 2), float(step)), "episode_ended": truncations}
-            no = np.zeros(n, bool)
-            buffer.add(np.zeros(n, np.int64), np.ones(n), no, truncations, np.zeros((n, 2)), infos)
-        return buffer
-
-    buffer = filled(5_000)
-    assert sorted(buffer.final_obs) == [env * 2_000 + place for env in (0, 1) for place in range(2_000)]
-    assert all(buffer.final_obs[place][0] == 4_000 + place for place in range(1_000))
-    assert sorted(filled(4_000, until=2_500).final_obs) == [
-        env * 2_000 + place for env in (0, 1) for place in range(500)
-    ]
