@@ -13,24 +13,25 @@ VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
 
 class FakeWorld:
-    """A rank of a world that lives in this process: `gather` returns what the test has collected of all ranks."""
+    """A rank of a world that lives in this process: `gather_shards` gives what the test has collected."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.local_world_size, self.table = rank, world_size, 1, None
+        self.rank, self.world_size, self.local_world_size = rank, world_size, 1
         self.num_shards, self.shards = world_size, range(rank, rank + 1)
+        self.tables = iter([])
         self.device = torch.device("cpu")
 
     def local_slice(self, num: int) -> slice:
         return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
 
     def gather_shards(self, rows):
-        if self.table is None:
-            raise Waiting(np.array(rows, dtype=np.float64))
-        return self.table
+        for table in self.tables:
+            return table
+        raise Waiting(np.array(rows, dtype=np.float64))
 
 
 class Waiting(Exception):
-    pass
+    """With a rank's rows of the first table that is not there yet."""
 
 
 def shards(world_size: int, **settings) -> list[ReplayBuffer]:
@@ -42,17 +43,24 @@ def shards(world_size: int, **settings) -> list[ReplayBuffer]:
 
 
 def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: float = 0.5) -> list:
-    """`sample` on every rank, each with the generator of the same seed, with the collective played by hand."""
-    rows = []
-    for buffer in buffers:
-        buffer.world.table = None
-        try:
-            buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta)
-        except Waiting as waiting:
-            rows += [*waiting.args[0]]
-    for buffer in buffers:
-        buffer.world.table = np.array(rows)
-    return [x for buffer in buffers for x in buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta)]
+    """`sample` on every rank, each with the generator of the same seed, with the collectives played by hand."""
+    tables = []
+    while True:
+        rows, batches = [], []
+        for buffer in buffers:
+            buffer.world.tables = iter(tables)
+            try:
+                batches += buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta)
+            except Waiting as waiting:
+                rows += [*waiting.args[0]]
+        if not rows:
+            return batches
+        tables.append(np.array(rows))
+
+
+def indices_of(buffer: ReplayBuffer) -> np.ndarray:
+    """Of all places, environment by environment."""
+    return (buffer.envs[:, None] * buffer.width + np.arange(buffer.capacity)).ravel()
 
 
 def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.1) -> None:
@@ -75,7 +83,7 @@ def test_shards_are_one_buffer(alpha, n_step, world_size):
     Priorities drift apart; in the last draws the last rank holds nearly all the mass, and the first holds none.
     """
     whole, parts = shards(1, alpha=alpha, n_step=n_step), shards(world_size, alpha=alpha, n_step=n_step)
-    local = 64 // world_size
+    local = 64 // world_size  # places of a rank
     for draw in range(25):
         if draw < 20:
             fill(whole, 3, seed=draw)
@@ -83,16 +91,17 @@ def test_shards_are_one_buffer(alpha, n_step, world_size):
         elif alpha:
             mass = np.where(np.arange(64) < local, 0.0, np.where(np.arange(64) < 64 - local, 1e-6, 1.0))
             for buffer, values in zip([*whole, *parts], [mass, *np.split(mass, world_size)], strict=True):
-                buffer._set_priorities(np.arange(len(values)), values)
+                buffer._set_priorities(indices_of(buffer), values)
         for name in ("actions", "rewards", "terminations", "truncations", "frames"):
             pieces = np.concatenate([getattr(part, name) for part in parts])
             np.testing.assert_array_equal(pieces, getattr(whole[0], name))
-        pieces = np.concatenate([part.priorities.reshape(-1)[:local] for part in parts])
-        np.testing.assert_allclose(pieces, whole[0].priorities.reshape(-1)[:64], rtol=1e-12)
+        pieces = np.concatenate([part.priorities for part in parts])
+        np.testing.assert_allclose(pieces, whole[0].priorities, rtol=1e-12)
         (one,), many = sample_all(whole, 16, draw), sample_all(parts, 16, draw)
         places = np.concatenate([batch.places for batch in many])
         assert places.tolist() == list(range(16)), "every row of the batch is served by exactly one rank, in order"
-        indices = np.concatenate([batch.indices + r * local for r, batch in enumerate(many)])
+        first = [r * parts[0].priorities.size for r in range(world_size)]
+        indices = np.concatenate([batch.indices + x for x, batch in zip(first, many, strict=True)])
         assert indices.tolist() == one.indices.tolist()
         for name in ("weights", "obs", "actions", "rewards", "discounts", "next_obs"):
             torch.testing.assert_close(torch.cat([getattr(batch, name) for batch in many]), getattr(one, name))
@@ -125,8 +134,7 @@ def test_new_transitions_get_the_largest_priority_of_any_rank():
     fill(buffers, 1)
     largest = (16.0 + 1e-6) ** 0.5
     for buffer in buffers:
-        newest = buffer.priorities.ravel()[buffer.envs * buffer.capacity + buffer.time - 1]
-        assert newest.tolist() == [largest] * 2
+        assert buffer.priorities[:, buffer.time - 1].tolist() == [largest] * 2
 
 
 def test_exponent_zero_is_uniform():
@@ -170,17 +178,17 @@ def test_frequencies_follow_priorities():
     """In the long run a place is drawn in proportion to its priority; weights undo that at beta 1."""
     (buffer,) = shards(1, alpha=1.0)
     fill([buffer], 16)
-    buffer.update_priorities(np.arange(64), torch.arange(64, dtype=torch.float64))
-    counts = np.zeros(64)
+    buffer.update_priorities(indices_of(buffer), torch.arange(64, dtype=torch.float64))
+    counts = np.zeros(buffer.priorities.size)
     for seed in range(3000):
         (batch,) = sample_all([buffer], 4, seed, beta=1.0)
         np.add.at(counts, batch.indices, 1)
-    expected = 12_000 * np.arange(64) / np.arange(64).sum()
+    counts, expected = counts[indices_of(buffer)], 12_000 * np.arange(64) / np.arange(64).sum()
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected + 1)).all() and counts[0] == 0
-    priorities = batch.indices + 1e-6
-    np.testing.assert_allclose(batch.weights, 1e-6 / priorities, rtol=1e-5)  # over the largest: 1, of priority 1e-6
-    (half,) = sample_all([buffer], 4, seed=1, beta=0.5)
-    np.testing.assert_allclose(half.weights, (1e-6 / (half.indices + 1e-6)) ** 0.5, rtol=1e-5)
+    for beta in (1.0, 0.5):
+        (batch,) = sample_all([buffer], 4, seed=1, beta=beta)
+        priorities = buffer.priorities.take(batch.indices)
+        np.testing.assert_allclose(batch.weights, (priorities.min() / priorities) ** beta, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
