@@ -82,8 +82,6 @@ class Args(RunArgs):
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
-    compile: bool = False
-    """compile the loss (a CPU needs g++): a slower start, then small networks learn up to 1.5 times as fast"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -542,9 +540,6 @@ def train(args: Args, run: Run) -> None:
     run.register(obs_moments=obs_moments, return_moments=return_moments)
     parameters = list(agent.parameters())
     loss_fn = PPOLoss(agent, args)
-    if args.compile:
-        loss_fn.compile()
-        aux_loss_fn.compile()
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
     # and bootstrapping use the bare agent. GPUs round sums by address: no views of buckets there.
     # One wrapper for each loss, of exactly the parameters that it uses.

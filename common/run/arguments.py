@@ -89,6 +89,8 @@ class RunArgs:
     """continue the run in --run-dir from its newest checkpoint, or start it if there is none"""
     cuda: bool = True
     """use GPUs if there are any"""
+    compile: bool = False
+    """compile losses with their gradients (a CPU needs g++): a slower start, then small networks learn faster"""
     num_threads: Threads = 0
     """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank, but one for torch on vectors"""
     vectorization: Literal["sync", "async"] = "sync"

@@ -109,7 +109,7 @@ class Run:
         self.state: dict[str, Any] = {}
         self.replay: Any = None
         self.acting: list[Acting] = []
-        self.gradients = Gradients(envs.world)
+        self.gradients = Gradients(envs.world, args.compile, logger.note)
         self.means = Means(envs)
         self.checkpoints: Any = None
         self.checkpoint_number = 0  # 1, 2, ... after the first, the second checkpoint
@@ -144,8 +144,8 @@ class Run:
         Raises `BadInput` for what the loss trains and `register` lacks: a resumed run would lose it.
         """
         if loss not in self.gradients.parameters:
-            self.gradients.add_loss(loss)
             self._require_registered(loss)
+            self.gradients.add_loss(loss, *inputs)  # collective
         for acting in self.acting:
             acting.parameters_changed = True
         return self.gradients.backward(loss, *inputs)  # collective
