@@ -34,19 +34,13 @@ PATIENCE = 240.0  # seconds for one case
 HUGE = "--total-timesteps 1000000000000000"
 REFUSED_FLAGS = [  # script, flags, what is said
     ("ppo", "--no-such-flag 1", "--no-such-flag"),
-    ("ppo", "CartPole-v1", "CartPole-v1"),
     ("ppo", "--env-id", "--env-id"),
     ("ppo", "--resume", "--run-dir None: must be a directory with --resume"),
     ("dqn", "--resume --run-dir somewhere", "--checkpoint-every 0: must be at least 1 with --resume"),
     ("sac", "--checkpoint-every -1", "--checkpoint-every -1: must be an integer of at least 0"),
     ("ppo", "--norm-obs True", "--norm-obs True: takes no value"),
     ("ppo", "--norm-obs=False", "--norm-obs False: takes no value"),
-    ("ppo", "--norm-obs on", "--norm-obs"),
-    ("ppo", "--no-norm-obs True", "--no-norm-obs"),
-    ("ppo", "--num-envs four", "--num-envs"),
     ("ppo", "--total-timesteps 1e6", "--total-timesteps"),
-    ("ppo", "--gamma 0,99", "--gamma"),
-    ("ppo", "--target-kl none", "--target-kl"),
     ("ppo", "--vectorization thread", "--vectorization"),
     ("ppo", "--learning-rate nan", "--learning-rate nan: must be a number above 0"),
     ("ppo", "--learning-rate -0.1", "--learning-rate -0.1: must be a number above 0"),
@@ -64,9 +58,6 @@ REFUSED_FLAGS = [  # script, flags, what is said
     ("ppo", "--shards 3", "--shards 3: must be a power of two, such as 2 or 4"),
     ("ppo", "--shards 8", "--num-envs 4: must be a multiple of --shards (8), such as 8"),
     ("ppo", "--stop-at-return 100 --eval-every 0", "--eval-every 0: must be at least 1 with --stop-at-return"),
-    ("ppo", f"--num-steps 1000000000 {HUGE}", "--num-steps 1000000000: needs"),
-    ("ppo", f"--num-envs 1000000000 --num-steps 4 {HUGE}", "--num-envs 1000000000: "),
-    ("ppo", "--eval-episodes 1000000000", "--eval-episodes 1000000000: "),
     ("ppg", "--num-aux-minibatches 3", "--num-aux-minibatches 3: must be a divisor of"),
     ("ppg", f"--num-aux-minibatches 3 --num-steps 1000000000 {HUGE}", "--num-aux-minibatches 3: must be a divisor of"),
     ("ppg", "--total-timesteps 5000", "--total-timesteps 5000: must be at least 8192"),
@@ -80,162 +71,46 @@ REFUSED_FLAGS = [  # script, flags, what is said
 ]
 REFUSED_ENVIRONMENTS = [  # script, id, what is said; what begins with ":" is made below
     ("ppo", "NoSuchEnv-v0", "Environment `NoSuchEnv` doesn't exist."),
-    ("ppo", "cartpole-v1", "Did you mean: `CartPole`?"),
     ("ppo", "CartPole-v7", "`v7`"),
     ("ppo", "LunarLander-v2", "use `LunarLander-v3`"),
     ("ppo", "nomodule:Env-v0", "No module named 'nomodule'"),
     ("ppo", "my/envs.py:Env-v0", "must be an id, such as"),
-    ("ppo", ":NotThere-v0", "Environment `NotThere` doesn't exist."),
     ("ppo", "PongNoFrameskip-v4", "PongNoFrameskip"),
     ("ppo", "ALE/NoSuchGame-v5", "NoSuchGame"),
     ("ppo", "MinAtar/NoSuch-v1", "NoSuch"),
     ("ppo", "phys2d/CartPole-v1", "pip install jax"),
     ("ppo", ":Discrete-v0", "observation space Discrete(2): must be a vector"),
     ("ppo", ":Dict-v0", "observation space Dict("),
-    ("ppo", ":Tuple-v0", "observation space Tuple("),
     ("ppo", ":Matrix-v0", "observation space Box("),
-    ("ppo", ":Text-v0", "observation space Text("),
     ("ppo", ":Middle-v0", "fewer channels, first or last, than rows and columns"),
     ("dqn", ":Square-v0", "fewer channels, first or last, than rows and columns"),
     ("ppo", ":Empty-v0", "observation space Box("),
     ("ppo", ":Tiny-v0", "3-D Box, at least 3 x 3"),
     ("ppo", ":Image-v0 --norm-obs", "--norm-obs True: must be left off for image observations"),
     ("ppo", ":MultiDiscrete-v0", "action space MultiDiscrete([2 2]): must be Discrete or Box"),
-    ("ppo", ":DictAction-v0", "action space Dict("),
     ("ppo", ":IntBox-v0", "a Box must hold floats"),
     ("dqn", "Pendulum-v1", "must be Discrete;"),
     ("sac", "CartPole-v1", "action space Discrete(2): must be Box;"),
     ("sac", ":ImageBox-v0", "must be an environment with vector observations, not images"),
     ("sac", ":OpenBox-v0", "must be an environment whose actions have distinct bounds"),
     ("sac", ":HugeBox-v0", "must be an environment whose actions have distinct bounds"),
-    ("sac", ":FlatBox-v0", "must be an environment whose actions have distinct bounds"),
 ]
 FAULTY_ENVIRONMENTS = [  # script, id, what is said, whether in the user's own traceback
     ("ppo", ":RewardNan-v0", "environment 0, its step 37: a reward is not finite (nan)", False),
-    ("dqn", ":RewardInf-v0", "environment 0, its step 37: a reward is not finite (inf)", False),
-    ("sac", ":BoxNan-v0", "environment 0, its step 37: a reward is not finite (nan)", False),
     ("ppo", ":ObsNan-v0", "environment 0, its step 37: an observation is not finite (nan)", False),
     ("dqn", ":LastNan-v0", "environment 0, its step 40: its last observation is not finite (nan)", False),
     ("ppo", ":EvalNan-v0 --eval-every 64", "evaluation episode 0, its step 1: a reward is not finite (nan)", False),
-    ("ppo", ":ResetNan-v0", "environment 0, its step 0: an observation is not finite (nan)", False),
     ("ppo", ":Large-v0 --no-norm-reward", "not finite", False),
-    ("ppo", ":Connection-v0", "ConnectionResetError: the user's own server", True),
     ("ppo", ":Raises-v0", 'KeyError: "the user\'s own fault"', True),
     ("ppo", ":Raises-v0 --vectorization async", 'KeyError: "the user\'s own fault"', True),
-    ("ppo", ":Constructor-v0", "ValueError: no such level", True),
 ]
 PPO_LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
-PPO_FORWARD = "return self.layers(obs)"
-PPO_ACTOR = "self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
-PPO_RESIDUAL = (PPO_FORWARD, "return self.layers[:2](obs) + self.layers[2:](self.layers[:2](obs))")
-DQN_LAYERS = "nn.Linear(space.shape[0], self.num_features), nn.ReLU()"
-SAC_LAYERS = "nn.Linear(num_inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()"
-BOX, BYTES = "--env-id :Box-v0", "--env-id :Bytes-v0"
-TOLD = ""  # what acts follows from the networks' own code
-EDITS = [  # what, script, flags, what is said ("": it trains), the replacements
-    ("no edit", "ppg", "", "", []),
-    ("LayerNorm in Trunk", "ppo", "", TOLD, [(PPO_LAYERS, PPO_LAYERS.replace("nn.T", "nn.LayerNorm(64), nn.T", 1))]),
-    ("Dropout in Trunk", "ppo", "", TOLD, [(PPO_LAYERS, PPO_LAYERS.replace("nn.Tanh()", "nn.Dropout(0.1)", 1))]),
-    ("GELU for Tanh", "ppg", "", TOLD, [(PPO_LAYERS, PPO_LAYERS.replace("Tanh", "GELU"))]),
-    ("a residual in Trunk.forward", "ppo", "", TOLD, [PPO_RESIDUAL]),
-    ("observations scaled in Trunk.forward", "ppo", "", TOLD, [(PPO_FORWARD, "return self.layers(obs / 10)")]),
-    ("bytes scaled in Trunk.forward", "ppo", BYTES, TOLD, [(PPO_FORWARD, "return self.layers(obs / 255)")]),
-    ("tanh of the mean", "ppo", BOX, TOLD, [("out = self.actor(features)", "out = self.actor(features).tanh()")]),
-    ("log_std clamped", "ppo", BOX, TOLD, [("log_std.expand_as", "log_std.clamp(0.5, 2).expand_as")]),
-    (
-        "log_std from the network",
-        "ppo",
-        BOX,
-        TOLD,
-        [
-            (PPO_ACTOR, PPO_ACTOR.replace("size)", "2 * size)")),
-            ("torch.cat([out, self.log_std.expand_as(out)], -1)", "out"),
-        ],
-    ),
-    (
-        "spectral_norm",
-        "ppo",
-        "",
-        TOLD,
-        [
-            (PPO_ACTOR, f"{PPO_ACTOR}\n        nn.utils.parametrizations.spectral_norm(self.actor)"),
-        ],
-    ),
-    (
-        "weight_norm, torch's old one",
-        "ppo",
-        "",
-        TOLD,
-        [
-            (PPO_ACTOR, f"{PPO_ACTOR}\n        nn.utils.weight_norm(self.actor)"),
-        ],
-    ),
-    (
-        "layers that do not fit",
-        "ppo",
-        "",
-        "shapes cannot be multiplied",
-        [
-            (PPO_LAYERS, PPO_LAYERS.replace("(size, 64)", "(size, 32)")),
-        ],
-    ),
-    (
-        "a column that COLUMNS lacks",
-        "ppo",
-        "",
-        "metrics.csv has no column mine; add it to COLUMNS",
-        [
-            ('row["charts/learning_rate"] =', 'row["mine"] ='),
-        ],
-    ),
-    (
-        "a loss that is nan",
-        "ppo",
-        "",
-        "losses/entropy is not finite",
-        [("entropy_loss = entropy.mean()", "entropy_loss = (-entropy).log().mean()")],
-    ),
-    ("ReLU for Tanh", "ppo", "", "", [(PPO_LAYERS, PPO_LAYERS.replace("Tanh", "ReLU"))]),
-    ("a deeper Trunk", "ppo", BOX, "", [(PPO_LAYERS, PPO_LAYERS[:-1] + ", layer_init(nn.Linear(64, 64)), nn.Tanh()]")]),
-    (
-        "a head of two layers",
-        "ppo",
-        "",
-        "",
-        [
-            (
-                PPO_ACTOR,
-                PPO_ACTOR.replace("layer_init", "nn.Sequential(nn.Linear(64, 64), nn.ReLU(), layer_init") + ")",
-            ),
-        ],
-    ),
-    ("LayerNorm", "dqn", "", "", [(DQN_LAYERS, DQN_LAYERS.replace("nn.R", "nn.LayerNorm(120), nn.R"))]),
-    ("values scaled", "dqn", "", "", [("q = self.head(features)", "q = 10 * self.head(features)")]),
-    (
-        "max for mean",
-        "dqn",
-        "--dueling",
-        "",
-        [("q - q.mean(-1, keepdim=True)", "q - q.max(-1, keepdim=True)[0]")],
-    ),
-    ("a deeper Trunk", "dqn", "", "", [(DQN_LAYERS, f"{DQN_LAYERS}, nn.Linear(120, 120), nn.ReLU()")]),
-    (
-        "other bounds in forward",
-        "sac",
-        "",
-        TOLD,
-        [("(LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh()", "5 * (log_std.tanh()")],
-    ),
-    ("no tanh in forward", "sac", "", TOLD, [("self.bias + self.scale * u.tanh(), ", "self.bias + self.scale * u, ")]),
-    (
-        "LayerNorm in mlp",
-        "sac",
-        "",
-        TOLD,
-        [(SAC_LAYERS, SAC_LAYERS.replace("nn.R", "nn.LayerNorm(256), nn.R", 1))],
-    ),
-    ("a deeper mlp", "sac", "", "", [(SAC_LAYERS, f"{SAC_LAYERS}, nn.Linear(256, 256), nn.ReLU()")]),
-    ("Tanh for ReLU in mlp", "sac", "", "", [(SAC_LAYERS, SAC_LAYERS.replace("ReLU", "Tanh"))]),
+EDITS = [  # what, script, what is said ("": it trains), the replacement
+    ("none", "ppg", "", []),
+    ("dropout", "ppo", "", [(PPO_LAYERS, PPO_LAYERS.replace("nn.Tanh()", "nn.Dropout(0.1)", 1))]),
+    ("bad layers", "ppo", "shapes cannot be multiplied", [(PPO_LAYERS, PPO_LAYERS.replace("64))", "32))", 1))]),
+    ("a new column", "ppo", "metrics.csv has no column mine", [('row["charts/learning_rate"] =', 'row["mine"] =')]),
+    ("a loss that is nan", "ppo", "losses/entropy is not finite", [("entropy.mean()", "(-entropy).log().mean()")]),
 ]
 
 
@@ -268,36 +143,13 @@ MACHINE = [
     Case("--run-dir that is a file", "ppo", "--run-dir a", 2, "--run-dir a: is a file", "touch a"),
     Case("--run-dir below a file", "ppo", "--run-dir a/b", 2, "--run-dir a/b: cannot be written", "touch a"),
     Case("--run-dir /proc/nowhere", "ppo", "--run-dir /proc/nowhere", 2, "--run-dir /proc/nowhere: cannot be written"),
-    Case("--run-dir of 300 letters", "ppo", f"--run-dir {'a' * 300}", 2, "cannot be written (File name too long)"),
-    Case(
-        "--run-dir in a folder that may not be entered",
-        *("ppo", "--run-dir a/b", 2, "--run-dir a/b: cannot be written (Permission denied)", "mkdir -m 0 a"),
-        first="WITH='setpriv --bounding-set=-dac_override,-dac_read_search'",
-    ),
-    Case("a current folder that takes no files", "ppo", "--run-dir=", 2, "cannot be written", first="cd /proc"),
     Case("--track, no login", "ppo", TRACK, 2, "--track: ", first=ONLINE),
-    Case("--track, a bad key", "ppo", TRACK, 2, "API key", first=f"{ONLINE}; export WANDB_API_KEY=short"),
-    Case("--track, WANDB_MODE=ofline", "ppo", TRACK, 2, "ofline", first="export WANDB_MODE=ofline"),
-    Case("--track, a bad project name", "ppo", "--track --wandb-project-name a/b", 2, "--wandb-project-name a/b"),
     Case(
         *("--track, no network", "ppo", TRACK, 2, "--track: "),
         first=f"{ONLINE}; export WANDB_API_KEY={'0123456789' * 4} WANDB_BASE_URL=http://127.0.0.1:9",
     ),
     Case("WORLD_SIZE=2 left over", "ppo", "", 0, first="export WORLD_SIZE=2"),
     Case("a ROM that is missing", "ppo", PONG, 2, "pong.bin", first="export ALE_ROMS_DIR=$PWD"),
-    Case("a ROM that is damaged", "ppo", PONG, 2, "pong.bin", "touch pong.bin", first="export ALE_ROMS_DIR=$PWD"),
-    Case("a folder of ROMs that is missing", "ppo", PONG, 2, "/nowhere", first="export ALE_ROMS_DIR=/nowhere"),
-    Case(
-        "a module of one's own that imports what is missing",
-        *("ppo", "--env-id mine:A-v0", 2, "No module named 'missing'", "echo import missing > mine.py"),
-        first="export PYTHONPATH=$PWD",
-    ),
-    Case(
-        "a module of one's own with a syntax error",
-        *("ppo", "--env-id mine:A-v0", 1, "SyntaxError", "echo 'import (' > mine.py"),
-        first="export PYTHONPATH=$PWD",
-        traceback=True,
-    ),
     Case(
         *("a script copied without common/", "ppo", "", 1, "No module named 'common'"),
         first="rm -r common; export PYTHONPATH=",
@@ -305,12 +157,7 @@ MACHINE = [
         traceback=True,
     ),
     Case("two ranks: --num-envs 5", "ppo", "--num-envs 5", 1, "such as 4 or 6", processes=2),
-    Case("two ranks: --num-steps 10", "ppg", "--num-steps 10", 1, "such as 8 or 12", processes=2),
-    Case("two ranks: --no-such-flag", "dqn", "--no-such-flag 1", 1, "--no-such-flag", processes=2),
-    Case("two ranks: --norm-obs True", "ppo", "--norm-obs True", 1, "takes no value", processes=2),
-    Case("two ranks: an unknown id", "sac", "--env-id No-v0", 1, "--env-id No-v0", processes=2),
     Case("two ranks: --track, no login", "ppo", TRACK, 1, "--track: ", first=ONLINE, processes=2),
-    Case("two ranks: a folder that is a file", "ppo", "--run-dir a", 1, "is a file", "touch a", processes=2),
     Case("two ranks: a reward is nan", "ppo", "--env-id :RewardNan-v0", 1, "its step 37: a reward is", processes=2),
     Case(
         *("two ranks: parameters moved on one", "ppo", "--check-sync-every 64", 1, "differs from rank 0's"),
@@ -331,41 +178,22 @@ MACHINE = [
     ),
     Case("two ranks: torchrun killed", "dqn", "", -9, during="kill -9 $PID", processes=2),
     Case("two ranks: SIGTERM", "ppg", "", 1, during="kill $PID", processes=2),
-    Case("two ranks: disk full", "dqn", "", 1, FULL, first="ulimit -f 4", processes=2, ran=True),
     Case("disk full", "ppo", "", 1, FULL, first="ulimit -f 4", ran=True),
     Case("disk full at the start", "ppo", "", 1, "run/config.json: cannot be written", first="ulimit -f 1"),
-    Case(
-        "disk full at the model",
-        "ppo",
-        "--save-model",
-        1,
-        "model.pt: cannot be written",
-        first="ulimit -f 16",
-        ran=True,
-    ),
     Case("the run's folder deleted", "ppo", "", 1, FULL, during="rm -r run"),
-    Case("the run's folder moved", "dqn", "", 1, FULL, during="mv run moved"),
     Case("no console: stdout is full", "ppo", "", 0, shell="> /dev/full"),
     Case("no console: stdout is closed", "ppo", "", 0, shell=">&-"),
-    Case("no console: stdout and stderr are closed", "ppo", "", 0, shell=">&- 2>&-"),
     Case("no console: | head -n 1", "ppo", "", 0, first="set -o pipefail", shell="| head -n 1"),
     Case("no git", "ppo", "", 0, first="export PATH=/nowhere"),
     Case("too many open files", "ppo", f"{ASYNC} --num-envs 64", 2, "Too many open files", first="ulimit -n 64"),
     Case("an environment's process killed", "ppo", ASYNC, 1, WORKER, during="kill -9 $FIRST", traceback=True),
     Case(
-        *("an evaluation's process killed", "ppo", f"{ASYNC} --eval-every 5000", 1, WORKER),
-        during="kill -9 $LAST",
-        traceback=True,
-    ),
-    Case(
         *("an environment stands still", "dqn", f"{ASYNC} --timeout 10", 1, "Timeout (0:00:10)!"),
         during="kill -STOP $FIRST",
         traceback=True,
     ),
-    Case("--timeout too short to start", "ppo", "--timeout 0.01", 1, "Timeout (0:00:00.01", traceback=True),
     Case("--learning-rate 1e38", "ppo", "--learning-rate 1e38", 1, "not finite", ran=True),
     Case("--learning-rate 1e38", "dqn", "--learning-rate 1e38", 1, "losses/td_loss is not finite", ran=True),
-    Case("--q-lr 1e38", "sac", "--q-lr 1e38", 1, "not finite", ran=True),
     Case("SIGINT", "ppo", "", 130, during="kill -INT $PID"),
     Case("SIGTERM", "sac", "", 143, during="kill $PID"),
     Case("Ctrl-C, and environments' processes", "ppg", ASYNC, 130, during="kill -INT -- -$PID"),
@@ -384,8 +212,6 @@ class Wrong(gym.Env):
         self.action_space = gym.spaces.Discrete(2) if actions is None else actions
         Wrong.made += 1
         self.fault, self.at, self.steps = fault, at if fault != "evaluation" or Wrong.made > 4 else 0, 0
-        if fault == "constructor":
-            raise ValueError("no such level")
         if fault == "slow":
             (Path.home() / "begun").touch()
             time.sleep(1000)
@@ -393,19 +219,17 @@ class Wrong(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.observation_space.seed(seed)
-        return self.observation_space.sample() * (np.nan if self.fault == "reset" else 1), {}
+        return self.observation_space.sample(), {}
 
     def step(self, action):
         self.steps += 1
         obs, reward, fault = self.observation_space.sample(), 1.0, self.fault if self.steps == self.at else ""
         if fault == "observation":
             obs[0] = np.nan
-        elif fault == "connection":
-            raise ConnectionResetError("the user's own server")
         elif fault == "raises":
             raise KeyError("the user's own fault")
         elif fault:
-            reward = {"nan": np.nan, "inf": np.inf, "evaluation": np.nan, "large": 1e30}[fault]
+            reward = 1e30 if fault == "large" else np.nan
         return obs, reward, False, self.steps % 10 == 0, {}
 
 
@@ -413,9 +237,7 @@ vector, box = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Box(-1, 1, (2,
 for name, settings in {
     "Discrete": {"obs": gym.spaces.Discrete(2)},
     "Dict": {"obs": gym.spaces.Dict(x=vector)},
-    "Tuple": {"obs": gym.spaces.Tuple([vector])},
     "Matrix": {"obs": gym.spaces.Box(-1, 1, (3, 3), np.float32)},
-    "Text": {"obs": gym.spaces.Text(5)},
     "Bytes": {"obs": gym.spaces.Box(0, 255, (128,), np.uint8)},
     "Middle": {"obs": gym.spaces.Box(0, 255, (84, 4, 84), np.uint8)},
     "Square": {"obs": gym.spaces.Box(0, 255, (8, 8, 8), np.uint8)},
@@ -423,24 +245,17 @@ for name, settings in {
     "Image": {"obs": gym.spaces.Box(0, 255, (12, 12, 3), np.uint8)},
     "ImageBox": {"obs": gym.spaces.Box(0, 255, (12, 12, 3), np.uint8), "actions": box},
     "MultiDiscrete": {"actions": gym.spaces.MultiDiscrete([2, 2])},
-    "DictAction": {"actions": gym.spaces.Dict(x=vector)},
     "IntBox": {"actions": gym.spaces.Box(0, 5, (2,), np.int64)},
     "OpenBox": {"actions": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)},
     "HugeBox": {"actions": gym.spaces.Box(-1e30, 1e30, (2,), np.float32)},
-    "FlatBox": {"actions": gym.spaces.Box(0.5, 0.5, (2,), np.float32)},
     "Box": {"actions": box},
-    "BoxNan": {"actions": box, "fault": "nan"},
     "RewardNan": {"fault": "nan"},
-    "RewardInf": {"fault": "inf"},
     "ObsNan": {"fault": "observation"},
     "LastNan": {"fault": "observation", "at": 40},
     "EvalNan": {"fault": "evaluation", "at": 1},
-    "ResetNan": {"fault": "reset"},
     "Large": {"fault": "large"},
     "Raises": {"fault": "raises"},
-    "Connection": {"fault": "connection"},
     "Empty": {"obs": gym.spaces.Box(-1, 1, (0,), np.float32)},
-    "Constructor": {"fault": "constructor"},
     "Slow": {"fault": "slow"},
 }.items():
     gym.register(f"{name}-v0", Wrong, kwargs=settings)
@@ -459,10 +274,9 @@ def all_cases() -> list[Case]:
     for script, id, says, traceback in FAULTY_ENVIRONMENTS:
         flags = f"{SHORT[script]} --env-id {id}"
         cases.append(Case(f"--env-id {id}", script, flags, 1, says, traceback=traceback))
-    for what, script, flags, says, edits in EDITS:
-        own = says == "shapes cannot be multiplied"
-        code, flags = int(says != ""), f"{SHORT[script]} {flags}"
-        cases.append(Case(f"edit: {what}", script, flags, code, says, edits=edits, traceback=own))
+    for what, script, says, edits in EDITS:
+        own = what == "bad layers"
+        cases.append(Case(f"edit: {what}", script, SHORT[script], int(says != ""), says, edits=edits, traceback=own))
     for case in MACHINE:
         full = case.first.startswith("ulimit -f 4")
         flags = f"{SHORT[case.script]}{LONG if case.during or full else ''} {case.flags}"

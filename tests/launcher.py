@@ -51,17 +51,17 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
     if kind != "write":
         distributed.World.gather = faulty_gather
     elif here:
-        write = checkpoint.write_flushed
+        save = checkpoint.save
 
-        def torn(path, pieces):
+        def torn(path, value):
             nonlocal count
             count += 1
             if count == after:
                 path.write_bytes(b"half of it")
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(path, pieces)
+            return save(path, value)
 
-        checkpoint.write_flushed = torn
+        checkpoint.save = torn
     networks = []
     if kind == "parameter":
         found = [c for c in FIRST_NETWORK if hasattr(module, c)]

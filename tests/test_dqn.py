@@ -134,15 +134,3 @@ def test_the_smallest_budget_has_a_gradient_step(tmp_path):
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())
     result = run("dqn_ddp.py", 1, f"{flags} --total-timesteps 24 --eval-every 0", tmp_path / "run")
     assert len(result.column("losses/td_loss")) == 1
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [(name, 0) for name in ("buffer_size", "batch_size", "train_frequency", "target_network_frequency", "n_step")]
-    + [(name, -1) for name in ("learning_starts", "log_every")]
-    + [(name, float("nan")) for name in ("tau", "gamma", "start_e", "end_e", "exploration_fraction", "per_alpha")]
-    + [("per_beta", 1.5), ("buffer_size", 10_001), ("total_timesteps", 10_007), ("max_grad_norm", 0.0)],
-)
-def test_a_value_that_cannot_work_is_refused_by_its_flag(field, value):
-    with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
-        dqn_ddp.Args(**{field: value})

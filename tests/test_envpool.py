@@ -1,6 +1,5 @@
 """Ids `envpool/...`: the same contract; and --env-kwargs and --network, which Procgen needs."""
 
-import signal
 import sys
 from types import SimpleNamespace
 
@@ -17,8 +16,7 @@ from common.environments import EVALUATION, TRAINING, make_envs
 from common.errors import BadInput
 from common.pool import Pool
 from common.replay import ReplayBuffer
-from runs import assert_close, run
-from test_checkpoints import same_as
+from runs import run
 from test_replay import FakeWorld
 from test_shards import same_bytes
 
@@ -60,37 +58,6 @@ MARKED = [pytest.param(case, marks=[MARKS[case]] if case in MARKS else []) for c
 def test_the_same_bytes_on_one_process_and_two(case, tmp_path):
     script, flags = CASES[case]
     same_bytes(script, 2, flags, (1, 2), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MARKED)
-def test_the_same_bytes_on_four(case, tmp_path):
-    script, flags = CASES[case]
-    same_bytes(script, 4, flags, (1, 2, 4), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "script, flags",
-    [
-        pytest.param(
-            "ppo_ddp.py", f"{STARPILOT} --total-timesteps 128 --save-model", marks=[PROCGEN, pytest.mark.slow]
-        ),
-        pytest.param("sac_ddp.py", f"{CHEETAH} --save-model", marks=pytest.mark.slow),
-    ],
-)
-def test_one_process_and_two_agree_without_shards(script, flags, tmp_path):
-    one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
-    assert_close(one, two)
-
-
-def test_a_killed_run_ends_in_the_bytes_of_an_undisturbed_one(tmp_path):
-    flags = f"{BREAKOUT} --checkpoint-every 120 --shards 2 --save-model"
-    calm = run("dqn_ddp.py", 1, flags, tmp_path / "calm", "float32")
-    killed = {"code": -signal.SIGKILL, "LOCKSTEP_FAULT": "write@1@4"}
-    run("dqn_ddp.py", 2, f"{flags} --resume", tmp_path / "run", "float32", **killed)
-    last = run("dqn_ddp.py", 1, f"{flags} --resume", tmp_path / "run", "float32")
-    assert "going on from" in last.out
-    same_as(calm, last)
 
 
 IDS = ["CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "CheetahRun-v1", "Breakout-v5", "LunarLander-v3"]
@@ -239,14 +206,6 @@ def test_options_reach_a_runs_training_evaluation_and_films(env_id, more, tmp_pa
     )
     assert set(done.column("charts/episodic_length")) == set(done.column("eval/episodic_length")) == {16.0}
     assert len(list((done.dir / "videos").iterdir())) == 2, done.out  # played again to the same return
-
-
-def test_options_of_ones_own_may_have_any_name():
-    gym.register("Tasked-v0", lambda task: gym.make("CartPole-v1", max_episode_steps=task), max_episode_steps=None)
-    envs = make_envs("Tasked-v0", 1, TRAINING, range(2), SPACES, env_kwargs='{"task": 3}')
-    envs.start()
-    assert [envs.step(np.ones(2, int))[3].all() for _ in range(3)] == [False, False, True]
-    envs.close()
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Breakout-v5", "HalfCheetah-v5", "CheetahRun-v1", "LunarLander-v3"])

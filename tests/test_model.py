@@ -108,11 +108,6 @@ def test_no_transitions_without_a_model_or_an_evaluation_are_refused(script):
         SCRIPTS[script].Args(total_timesteps=0, load_model="a", eval_every=0)
 
 
-def test_a_missing_model_on_two_processes_is_told(tmp_path):
-    ended = run("dqn_ddp.py", 2, "--load-model nothing.pt", tmp_path / "a", code=2)
-    assert "error: --load-model nothing.pt: cannot be read" in ended.err and "Traceback" not in ended.err
-
-
 def program_of(script):
     """The program of docs/models.md that loads a model of a script; PPG's is PPO's with its name."""
     if script == "ppg_ddp.py":

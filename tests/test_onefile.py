@@ -78,15 +78,6 @@ def test_one_file_gives_the_scripts_bytes(script, tmp_path):
     assert one.keys() == two.keys() and all(x.equal(two[name]) for name, x in one.items())
 
 
-def test_one_file_speaks_as_the_script_does(tmp_path):
-    """--help, and a wrong flag."""
-    path = made("ppo_ddp.py", tmp_path)
-    helped = finish(start(path, 1, "--help", cwd=tmp_path, PYTHONPATH=""), tmp_path)
-    assert helped.code == 0 and "--shards" in helped.out and "--clip-coef" in helped.out
-    wrong = finish(start(path, 1, "--num-steps 30", cwd=tmp_path, PYTHONPATH=""), tmp_path)
-    assert wrong.code == 2 and "--num-steps 30: must be a multiple of" in wrong.err and not (tmp_path / "runs").exists()
-
-
 def test_a_file_that_is_left_out_is_refused_by_the_copy_in_one_line(tmp_path):
     """Its packages and code are gone; all else runs."""
     path = made("ppo_ddp.py", tmp_path, "--without", "pool")

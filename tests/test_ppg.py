@@ -114,12 +114,10 @@ def test_both_phases_share_one_schedule(monkeypatch, tmp_path):
     np.testing.assert_allclose(aux, np.repeat(2e-3 * (1 - np.array([3, 7, 11]) / 12), 16))
 
 
-@pytest.mark.parametrize(
-    "world_size, env", [(1, "Pendulum-v1 --norm-obs"), (2, "tests.envs:ShortCartPole-v0"), (1, "CartPole-v1")]
-)
+@pytest.mark.parametrize("world_size, env", [(1, "Pendulum-v1 --norm-obs"), (2, "tests.envs:ShortCartPole-v0")])
 def test_without_auxiliary_phases_it_is_ppo(world_size, env, tmp_path):
     """`--aux-epochs 0` with PPO's flags: metrics and parameters bit for bit, also where all episodes are truncated."""
-    flags = f"--env-id {env} --total-timesteps 2560 --save-model --eval-every 1000"
+    flags = f"--env-id {env} --total-timesteps 1536 --save-model --eval-every 1000"
     ppo = ppo_ddp.Args()
     for name in ("learning_rate", "update_epochs", "adam_eps", "norm_adv", "gamma"):
         flags += f" --{name.replace('_', '-')} {getattr(ppo, name)}"
@@ -134,13 +132,12 @@ def test_without_auxiliary_phases_it_is_ppo(world_size, env, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_soak(world_size, tmp_path):
+def test_soak(tmp_path):
     """300 short auxiliary phases, asynchronous environments, two threads: no hang, and ranks equal to the end."""
     flags = "--num-envs 4 --num-steps 8 --n-pi 1 --aux-epochs 2 --num-aux-minibatches 2 --num-minibatches 2"
     flags += f" --total-timesteps {300 * 8 * 4} --eval-every 3200 --eval-episodes 4 --check-sync-every 320"
     flags += " --vectorization async --num-threads 2"
-    result = run("ppg_ddp.py", world_size, flags, tmp_path / "soak", dtype="float32", within=1500)
+    result = run("ppg_ddp.py", 4, flags, tmp_path / "soak", dtype="float32", within=1500)
     assert len(result.column("losses/aux/kl_loss")) == 300
 
 

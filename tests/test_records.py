@@ -2,11 +2,9 @@
 
 import csv
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,7 +17,6 @@ import ppo_ddp
 from benchmark import compare, plot
 from benchmark import run as runner
 from common.distributed import World
-from common.errors import BadInput
 from common.run.arguments import parse
 from common.run.record import changes, environment_record, processor, source_record
 from runs import PATIENCE, ROOT
@@ -94,10 +91,7 @@ def test_the_same_bytes(recorded, capsys):
 def test_two_seeds_part_at_once(recorded, capsys):
     code, said = told(capsys, recorded / "a", recorded / "other")
     assert code == 1 and "they part in row 1, step 0: eval/episodic_return is " in said
-    assert (
-        re.search(r"model.pt: \d+ tensors of 18 differ, most agent\S+, by ", said)
-        and "\n    args.seed: 1 against 2\n" in said
-    )
+    assert "\n    args.seed: 1 against 2\n" in said and re.search(r"model.pt: \d+ tensors of 18 differ", said)
 
 
 def changed_copy(recorded: Path, folder: Path, row: int, name: str, change) -> Path:
@@ -119,42 +113,8 @@ def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
     code, said = told(capsys, recorded / "a", b)
     assert code == 1 and "they part in row 5, step 128: losses/value_loss is " in said and ", 1.0e-06 of it\n" in said
     assert "all columns agree to 0.001 as far as both go" in said and "model.pt" not in said
-    c = changed_copy(recorded, tmp_path / "c", 4, "losses/value_loss", lambda x: repr(float(x) * 2))
-    assert "all columns agree to 0.001 up to step 96\n" in told(capsys, recorded / "a", c)[1]
     d = changed_copy(recorded, tmp_path / "d", 4, "time/wall", lambda x: "9")
     assert told(capsys, recorded / "a", d)[0] == 0
-
-
-def test_a_file_that_is_cut_off_is_told(recorded, tmp_path, capsys):
-    b = shutil.copytree(recorded / "a", tmp_path / "b")
-    content = (b / "metrics.csv").read_bytes()
-    (b / "metrics.csv").write_bytes(content[:-9])
-    code, said = told(capsys, recorded / "a", b)
-    assert code == 1 and "ends at step 320, " in said and "(13 rows against 12)" in said
-    assert said.count("its last line is cut off") == 1 and "they part" not in said
-    (b / "metrics.csv").write_bytes(b"")
-    with pytest.raises(BadInput, match="metrics.csv: holds no whole row"):
-        compare.load(b)
-    with pytest.raises(BadInput, match="nowhere: is no run directory and no recorded curve"):
-        compare.load(tmp_path / "nowhere")
-
-
-def test_a_pipe_that_closes_ends_it_without_a_traceback(recorded):
-    """As `| head -1` does."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "benchmark.compare", str(recorded / "a"), str(recorded / "again")]
-    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
-    os.close(write)
-    assert done.returncode == -signal.SIGPIPE and not done.stderr
-
-
-def test_a_row_before_learning_that_only_one_has_is_left_out(recorded, tmp_path, capsys):
-    b = shutil.copytree(recorded / "a", tmp_path / "b")
-    lines = (b / "metrics.csv").read_text().splitlines(True)
-    assert lines[1].startswith("0,")
-    (b / "metrics.csv").write_text("".join([lines[0], *lines[2:]]))
-    assert told(capsys, recorded / "a", b)[0] == 0
 
 
 def test_the_row_before_learning_changes_no_other(tmp_path, recorded):
@@ -170,14 +130,8 @@ def test_the_row_before_learning_changes_no_other(tmp_path, recorded):
 OWN = """
 from benchmark.suites import work
 
-SUITE = [
-    work(script, "CartPole-v1", f"{flags} --eval-every 64 --eval-episodes 2", {1: (1,)}, variant)
-    for script, flags, variant in (
-        ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192", ""),
-        ("ppo_ddp.py", "--num-steps 16 --total-timesteps 192 --learning-rate 1e-3", "fast"),
-        ("my_ppo.py", "--num-steps 16 --total-timesteps 192", ""),
-    )
-]
+flags = "--num-steps 16 --total-timesteps 192 --eval-every 64 --eval-episodes 2"
+SUITE = [work(script, "CartPole-v1", flags, {1: (1,)}) for script in ("ppo_ddp.py", "my_ppo.py")]
 """
 
 
@@ -198,38 +152,21 @@ def test_a_suite_of_ones_own(tmp_path):
     """In an empty folder: run, compared, drawn and tabled; only what is named is written."""
     (tmp_path / "own.py").write_text(OWN)
     shutil.copy(ROOT / "ppo_ddp.py", tmp_path / "my_ppo.py")
-    (tmp_path / "README.md").write_text("mine\n<!-- own -->\n<!-- end own -->\nmine too\n")
 
     def python(*words: str) -> subprocess.CompletedProcess:
         env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", *words]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
-    done = python("benchmark.run", "own.py", "--cores", "2", "--filter", "my_ppo")
-    assert done.returncode == 0 and "1 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
     done = python("benchmark.run", "own.py", "--cores", "2")
-    assert done.returncode == 0 and "3 runs, 1 of them recorded" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "2 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
     record = json.loads((tmp_path / "runs/results/own/CartPole-v1__my_ppo__w1__s1.json").read_text())
     assert record["command"].startswith("python my_ppo.py --env-id CartPole-v1 --seed 1 ") and record["instructions"]
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     done = python("benchmark.plot", "own.py")
-    assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 3, done.stdout + done.stderr
-    assert "| my_ppo | 1 |" in done.stdout and "| ppo-fast | 1 |" in done.stdout
+    assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 2, done.stdout + done.stderr
     new = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path not in before)
     assert [str(path.relative_to(tmp_path)) for path in new] == ["runs/figures/own/CartPole-v1.svg"]
-    assert (tmp_path / "README.md").read_text() == "mine\n<!-- own -->\n<!-- end own -->\nmine too\n"
-    assert python("benchmark.plot", "own.py", "--readme", "README.md").returncode == 0
-    assert (tmp_path / "README.md").read_text().startswith("mine\n<!-- own -->\n| environment | script |")
-    assert "](runs/figures/own/CartPole-v1.svg)\n<!-- end own -->\nmine too\n" in (tmp_path / "README.md").read_text()
-
-
-def test_a_readme_without_the_markers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "README.md").write_text("nothing of it")
-    args = plot.Args("minatar", figures=tmp_path / "figures", readme=tmp_path / "README.md")
-    with pytest.raises(BadInput, match="--readme .*: must be a file with a line <!-- minatar --> and, after it, "):
-        plot.main(args)
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
@@ -257,13 +194,3 @@ def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
     other = write("3.0")
     assert [curve.processes for curve in other.values()] == ["1 process", "2 processes"]
     assert "the same bytes" not in plot.table(other, suite)
-
-
-def test_six_lines_an_axes_at_most():
-    """Each number of processes has a row of its own, and as many rows as its lines need."""
-    curves = {(f"script{i}", size): f"{i} {size}" for i in range(7) for size in (1, 2)}
-    rows = plot.panels(curves)
-    assert [len(row) for row in rows] == [6, 1, 6, 1]
-    assert sorted(curve for row in rows for _, curve in row) == sorted(curves.values())
-    shown = plot.colours([f"script{i}" for i in range(6)] + ["ppo_ddp"])
-    assert len(set(shown.values())) == 7 and shown["ppo_ddp"] == plot.COLOURS["ppo_ddp"]

@@ -12,7 +12,6 @@ import dqn_ddp
 import sac_ddp
 from common.acting import Acting
 from common.distributed import World
-from common.errors import BadInput
 from common.replay import Batch
 from runs import assert_close, fork, run
 from test_dqn import assert_shares_give_the_gradients_of_the_whole, random_batch
@@ -192,24 +191,3 @@ def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
     """One process's gradients, to 1e-12."""
     printed = fork(gradients_of_shares, (), 2, tmp_path / "out", {})
     assert "equal on rank 0" in printed and "equal on rank 1" in printed
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [(name, 0) for name in ("buffer_size", "batch_size", "train_frequency", "policy_frequency", "total_timesteps")]
-    + [(name, 0) for name in ("target_network_frequency", "policy_lr", "q_lr", "alpha", "tau")]
-    + [(name, float("nan")) for name in ("policy_lr", "q_lr", "alpha", "tau", "gamma", "per_alpha", "per_beta")]
-    + [("buffer_size", 10_001), ("total_timesteps", 5_003), ("batch_size", 2_000_000), ("num_threads", 2**40)],
-)
-def test_a_value_that_cannot_work_is_refused_by_its_flag(field, value):
-    with pytest.raises(BadInput, match="--" + field.replace("_", "-")):
-        sac_ddp.Args(**{field: value})
-
-
-@pytest.mark.parametrize(
-    "env_id", ["CartPole-v1", "tests.envs:OpenBox-v0", "tests.envs:HugeBox-v0", "tests.envs:ImageBox-v0"]
-)
-def test_a_space_that_does_not_fit_is_refused(env_id, tmp_path):
-    with pytest.raises(BadInput, match="--env-id.*(action space|bounds|image)"):
-        sac_ddp.main(sac_ddp.Args(env_id=env_id, cuda=False, run_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import pytest
 
 import ppo_ddp
 from common.environments import EVALUATION, TRAINING, environment_seeds
-from runs import assert_close, flat, fork, run
+from runs import assert_close, fork, run, same_run
 
 SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model --check-sync-every 2000"
 TWENTY = f"{SIZES} --total-timesteps {20 * 12 * 16} --eval-every 1500 --eval-episodes 5"
@@ -18,15 +18,15 @@ PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
 
 
 @pytest.mark.parametrize(
-    "script, flags, sizes",
+    "script, flags, size",
     [
-        ("ppo_ddp.py", CARTPOLE, (2, 3)),
-        ("ppo_ddp.py", PENDULUM, (4,)),
-        ("ppg_ddp.py", f"{CARTPOLE} {PHASES} --adam-eps 1e-5", (2,)),  # PPG's 1e-8 magnifies rounding tenfold here
-        ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch --adam-eps 1e-5", (3,)),
+        ("ppo_ddp.py", CARTPOLE, 2),
+        ("ppo_ddp.py", PENDULUM, 4),
+        ("ppg_ddp.py", f"{CARTPOLE} {PHASES} --adam-eps 1e-5", 2),  # PPG's 1e-8 magnifies rounding tenfold here
+        ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch --adam-eps 1e-5", 3),
     ],
 )
-def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, sizes, tmp_path):
+def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, size, tmp_path):
     """C1 in float64: 20 iterations, stops by --target-kl, truncations, normalisation, evaluation; 1e-9 relative."""
     alone = run(script, 1, flags, tmp_path / "1")
     assert len(alone.column("losses/policy_loss")) == 20 and len(alone.column("eval/episodic_return")) == 4
@@ -37,38 +37,18 @@ def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, 
     assert max(lengths) == truncated_at, "no iteration had only truncated episodes"
     if script == "ppg_ddp.py":
         assert len(alone.column("losses/aux/kl_loss")) == 2
-    for size in sizes:
-        assert_close(alone, run(script, size, flags, tmp_path / str(size)))
+    assert_close(alone, run(script, size, flags, tmp_path / str(size)))
 
 
 FIVE = f"{SIZES} --total-timesteps {5 * 12 * 16} --eval-every 0"
-TEN = f"{SIZES} --total-timesteps {10 * 12 * 16} --eval-every 1000"
 REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-every 100 --eval-every 300 --save-model"
 REPLAY += " --train-frequency 4"
-SHORT_LIBRARY = "--num-steps 32 --total-timesteps 512 --eval-every 0"
-
-
-@pytest.mark.parametrize(
-    "script, flags",
-    [
-        ("ppo_ddp.py", FIVE),
-        ("ppg_ddp.py", f"{FIVE} {PHASES} --n-pi 5"),
-        ("dqn_ddp.py", f"{REPLAY} --env-id tests.envs:NoisyCartPole-v0"),
-        ("sac_ddp.py", f"{REPLAY} --env-id tests.envs:NoisyPendulum-v0"),
-    ],
-)
-def test_float32_agrees_over_the_first_updates(script, flags, tmp_path):
-    """C1 in float32: within 1e-3 over five iterations of 12 minibatches, or 100 gradient steps."""
-    one, two = (run(script, size, flags, tmp_path / str(size), dtype="float32") for size in (1, 2))
-    assert_close(one, two, relative=1e-3, absolute=1e-5)
 
 
 @pytest.mark.parametrize(
     "script, flags",
     [
         ("ppo_ddp.py", f"{FIVE} --env-id Hopper-v5 --norm-obs"),
-        pytest.param("sac_ddp.py", f"{REPLAY} --env-id Hopper-v5", marks=pytest.mark.slow),
-        ("ppo_ddp.py", f"{FIVE} --env-id MinAtar/Breakout-v1"),
         ("dqn_ddp.py", f"{REPLAY} --env-id MinAtar/Breakout-v1"),
     ],
 )
@@ -78,63 +58,50 @@ def test_simulators_and_images_agree_over_ranks(script, flags, tmp_path):
     assert_close(one, two)
 
 
-@pytest.mark.parametrize(
-    "script, flags",
-    [
-        ("ppo_ddp.py", TEN),
-        ("ppg_ddp.py", f"{TEN} {PHASES} --n-pi 4"),
-        ("dqn_ddp.py", f"{REPLAY} --prioritized"),
-        ("sac_ddp.py", f"{REPLAY} --prioritized"),
-    ],
-)
-def test_the_same_command_gives_the_same_bytes(script, flags, tmp_path):
-    """C2: at world size 2 and in float32, metrics and parameters of two runs are identical."""
-    a, b = (run(script, 2, flags, tmp_path / name, dtype="float32") for name in "ab")
-    assert a.rows == b.rows
-    tensors_b = dict(flat(b.model))
-    assert all(x.equal(tensors_b[name]) for name, x in flat(a.model))
+@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])
+def test_the_same_command_gives_the_same_bytes(script, tmp_path):
+    """C2 at world size 2 in float32, also where another processor rounds the first parameters of rank 1 otherwise."""
+    flags = f"{REPLAY} --prioritized"
+    if script in ("ppo_ddp.py", "ppg_ddp.py"):
+        flags = FIVE if script == "ppo_ddp.py" else f"{FIVE} {PHASES} --n-pi 5"
+    a = run(script, 2, flags, tmp_path / "a", dtype="float32")
+    b = run(script, 2, flags, tmp_path / "b", dtype="float32", LOCKSTEP_FAULT="start@1@0")
+    assert same_run(a, b) == "" and len(a.rows) >= 5
 
 
-@pytest.mark.parametrize("script", ["ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])
-def test_first_parameters_are_rank_0s(script, tmp_path):
-    """Where another processor rounds them otherwise, no network, target or head keeps that."""
-    flags = f"{FIVE} --n-pi 5 --check-sync-every 192" if script == "ppg_ddp.py" else f"{REPLAY} --check-sync-every 100"
-    a = run(script, 2, flags, tmp_path / "a")
-    b = run(script, 2, flags, tmp_path / "b", LOCKSTEP_FAULT="start@1@0")
-    assert a.rows == b.rows and len(a.rows) >= 5
-    tensors = dict(flat(b.model))
-    assert all(x.equal(tensors[name]) for name, x in flat(a.model))
+def test_float32_agrees_over_the_first_updates(tmp_path):
+    """C1 in float32: within 1e-3 over five iterations of 12 minibatches."""
+    one, two = (run("ppo_ddp.py", size, FIVE, tmp_path / str(size), dtype="float32") for size in (1, 2))
+    assert_close(one, two, relative=1e-3, absolute=1e-5)
 
 
-@pytest.mark.parametrize("world_size, vectorization", [(1, "sync"), (2, "async")])
-def test_libraries_that_an_environment_draws_from_are_seeded(world_size, vectorization, tmp_path):
+def test_libraries_that_an_environment_draws_from_are_seeded(tmp_path):
     """Rewards from `random` and `numpy.random`: the same command gives the same numbers."""
-    flags = f"--env-id tests.envs:LibraryCartPole-v0 --vectorization {vectorization} {SHORT_LIBRARY}"
-    a, b = (run("ppo_ddp.py", world_size, flags, tmp_path / name) for name in "ab")
+    flags = "--env-id tests.envs:LibraryCartPole-v0 --num-steps 32 --total-timesteps 512 --eval-every 0"
+    a, b = (run("ppo_ddp.py", 1, flags, tmp_path / name) for name in "ab")
     assert a.rows == b.rows and len(set(a.column("losses/value_loss"))) == 4
 
 
 @pytest.mark.parametrize(
-    "script, flags, sizes",
-    [("ppo_ddp.py", SIZES, (2, 4)), ("dqn_ddp.py", "--num-envs 12 --buffer-size 1200 --learning-starts 200", (2,))],
+    "script, flags, size",
+    [("ppo_ddp.py", SIZES, 4), ("dqn_ddp.py", "--num-envs 12 --buffer-size 1200 --learning-starts 200", 2)],
 )
-def test_environments_are_divided(script, flags, sizes, tmp_path):
+def test_environments_are_divided(script, flags, size, tmp_path):
     """Each environment, known by its seed, is stepped on exactly one rank, in that rank's block."""
     flags += " --env-id tests.envs:ShortCartPole-v0 --total-timesteps 576 --eval-every 500 --eval-episodes 5"
-    for size in sizes:
-        notes = tmp_path / f"notes{size}"
-        notes.mkdir()
-        run(script, size, flags, tmp_path / str(size), LOCKSTEP_NOTES=str(notes))
-        lines = [tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)]
-        training = {int(s): i for i, s in enumerate(environment_seeds(1, TRAINING, range(12)))}
-        evaluation = {int(s): e for e, s in enumerate(environment_seeds(1, EVALUATION, range(5)))}
-        seeds = [seed for _, seed, _ in lines]
-        assert sorted(seeds) == sorted([*training, *evaluation]), "an environment is missing, or is on two ranks"
-        for rank, seed, steps in lines:
-            if seed in training:
-                assert rank == training[seed] // (12 // size) and steps == 3 * 16
-            else:
-                assert rank == evaluation[seed] % size
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    run(script, size, flags, tmp_path / "run", LOCKSTEP_NOTES=str(notes))
+    lines = [tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)]
+    training = {int(s): i for i, s in enumerate(environment_seeds(1, TRAINING, range(12)))}
+    evaluation = {int(s): e for e, s in enumerate(environment_seeds(1, EVALUATION, range(5)))}
+    seeds = [seed for _, seed, _ in lines]
+    assert sorted(seeds) == sorted([*training, *evaluation]), "an environment is missing, or is on two ranks"
+    for rank, seed, steps in lines:
+        if seed in training:
+            assert rank == training[seed] // (12 // size) and steps == 3 * 16
+        else:
+            assert rank == evaluation[seed] % size
 
 
 def recorded_minibatches(run_dir: str) -> None:

@@ -21,18 +21,17 @@ SMALL = "--num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 
     "script, steps, seed, world_size", [("ppo_ddp.py", 120_000, 1, 1), ("ppg_ddp.py", 80_000, 2, 2)]
 )
 def test_cartpole_is_solved(script, steps, seed, world_size, tmp_path):
-    """With default flags but the budget, an evaluation of 20 episodes reaches 475."""
+    """With default flags but the budget, an evaluation of 20 episodes reaches 475, and there the run ends."""
     flags = f"--seed {seed} --total-timesteps {steps} --eval-every 10000 --stop-at-return 475"
     result = run(script, world_size, flags, tmp_path / "run", dtype="float32")
-    assert result.column("eval/episodic_return")[-1] >= 475
+    assert max(result.column("eval/episodic_return")[:-1]) < 475 <= result.column("eval/episodic_return")[-1]
+    assert result.column("global_step")[-1] < steps
 
 
-@pytest.mark.parametrize("script", ["ppo_ddp.py", pytest.param("ppg_ddp.py", marks=pytest.mark.slow)])
-def test_dots_are_learnt_from_images(script, tmp_path):
+def test_dots_are_learnt_from_images(tmp_path):
     """Acting on what a 10 x 10 image shows: from 10 of 20 at random to more than 18."""
     flags = "--env-id tests.envs:Dots-v0 --num-steps 64 --total-timesteps 6144 --eval-every 2048 --learning-rate 2e-3"
-    flags += " --n-pi 8" if script == "ppg_ddp.py" else " --update-epochs 2"
-    result = run(script, 2, flags, tmp_path / "run", dtype="float32")
+    result = run("ppo_ddp.py", 2, f"{flags} --update-epochs 2", tmp_path / "run", dtype="float32")
     assert result.column("eval/episodic_return")[-1] > 18
 
 
@@ -47,7 +46,6 @@ def test_dqn_learns_cartpole(tmp_path):
 @pytest.mark.parametrize(
     "script, flags",
     [
-        ("ppo_ddp.py", "--num-steps 32 --num-minibatches 2 --update-epochs 1"),
         ("ppg_ddp.py", "--num-steps 32 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 2 --shards 2"),
         ("dqn_ddp.py", "--buffer-size 200 --batch-size 16 --learning-starts 100 --prioritized --checkpoint-every 300"),
     ],
@@ -63,15 +61,6 @@ def test_images_of_either_order_are_the_same_pixels(script, flags, tmp_path):
     assert same_run(last, first) == "" and last.column("charts/episodes")[-1] > 0
 
 
-@pytest.mark.slow
-def test_dqn_learns_dots_from_images(tmp_path):
-    """The small convolutional network over boolean images."""
-    flags = "--env-id tests.envs:Dots-v0 --learning-starts 500 --train-frequency 4 --learning-rate 1e-3"
-    flags += " --total-timesteps 6000 --eval-every 2000 --exploration-fraction 0.3 --batch-size 32"
-    result = run("dqn_ddp.py", 1, flags, tmp_path / "run", dtype="float32")
-    assert result.column("eval/episodic_return")[-1] > 18
-
-
 def test_sac_learns_pendulum(tmp_path):
     """From -1200 at random to above -350 within 8,000 transitions."""
     flags = "--learning-starts 500 --batch-size 64 --total-timesteps 8000 --eval-every 1000 --stop-at-return -350"
@@ -79,28 +68,12 @@ def test_sac_learns_pendulum(tmp_path):
     assert result.column("eval/episodic_return")[-1] >= -350
 
 
-@pytest.mark.parametrize("script", ["dqn_ddp.py", pytest.param("sac_ddp.py", marks=pytest.mark.slow)])
-def test_replay_with_asynchronous_environments_gives_the_same_numbers(script, tmp_path):
-    flags = (
-        "--learning-starts 100 --batch-size 16 --total-timesteps 240 --eval-every 200 --eval-episodes 4 --save-model"
-    )
-    a = run(script, 1, flags, tmp_path / "sync")
-    b = run(script, 2, f"{flags} --vectorization async", tmp_path / "async")
-    assert_close(a, b)
-
-
 def test_asynchronous_environments_give_the_same_numbers(tmp_path):
     """One process per environment or none: the same experiment."""
-    a = run("ppo_ddp.py", 1, SMALL, tmp_path / "sync")
-    b = run("ppo_ddp.py", 2, f"{SMALL} --vectorization async", tmp_path / "async")
+    flags = "--learning-starts 100 --batch-size 16 --total-timesteps 240 --eval-every 200 --eval-episodes 4"
+    a = run("dqn_ddp.py", 1, f"{flags} --save-model", tmp_path / "sync")
+    b = run("dqn_ddp.py", 2, f"{flags} --save-model --vectorization async", tmp_path / "async")
     assert_close(a, b)
-
-
-def test_shifted_actions(tmp_path):
-    """Discrete(2, start=5) trains as Discrete(2) does, number by number."""
-    a = run("ppo_ddp.py", 1, f"{SMALL} --env-id CartPole-v1", tmp_path / "a")
-    b = run("ppo_ddp.py", 1, f"{SMALL} --env-id tests.envs:Shifted-v0", tmp_path / "b")
-    assert a.rows == b.rows
 
 
 @pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "sac_ddp.py"])
@@ -127,17 +100,15 @@ def test_atari_runs_on_two_ranks(tmp_path):
 
 
 def test_dqn_on_atari_runs_on_two_ranks(tmp_path):
-    """Frame-once storage of native Pong, uniform and prioritised: steps are exact, and all parameters move."""
+    """Frame-once storage of native Pong: steps are exact, and all parameters move."""
     flags = "--env-id ALE/Pong-v5 --num-envs 4 --buffer-size 400 --learning-starts 40 --batch-size 8 --save-model"
-    flags += (
-        " --total-timesteps 80 --train-frequency 8 --log-every 40 --target-network-frequency 1000000 --eval-every 0"
-    )
-    for extra in ("", "--prioritized --n-step 3"):
-        result = run("dqn_ddp.py", 2, f"{flags} {extra}", tmp_path / f"run{len(extra)}", dtype="float32")
-        assert [int(x) for x in result.column("global_step")] == [40, 80] and len(result.column("losses/td_loss")) == 1
-        start = result.model["target_network"]
-        moved = {name: (x - start[name]).abs().max().item() for name, x in result.model["q_network"].items()}
-        assert all(0 < distance < 0.01 for distance in moved.values()), moved
+    flags += " --total-timesteps 80 --train-frequency 8 --log-every 40 --target-network-frequency 1000000"
+    flags += " --eval-every 0 --prioritized --n-step 3"
+    result = run("dqn_ddp.py", 2, flags, tmp_path / "run", dtype="float32")
+    assert [int(x) for x in result.column("global_step")] == [40, 80] and len(result.column("losses/td_loss")) == 1
+    start = result.model["target_network"]
+    moved = {name: (x - start[name]).abs().max().item() for name, x in result.model["q_network"].items()}
+    assert all(0 < distance < 0.01 for distance in moved.values()), moved
 
 
 @pytest.mark.skipif(
@@ -146,9 +117,9 @@ def test_dqn_on_atari_runs_on_two_ranks(tmp_path):
 )
 def test_compiled_losses_give_the_same_numbers(tmp_path):
     """`--compile` changes the speed and, in float64, nothing beyond rounding."""
-    flags = SMALL.replace("1024", "256")
-    a = run("ppg_ddp.py", 1, f"{flags} --n-pi 2 --aux-epochs 1", tmp_path / "a")
-    flags += f" --n-pi 2 --aux-epochs 1 --compile --run-dir {tmp_path / 'b'}"
-    b = finish(start("ppg_ddp.py", 1, flags, True, TORCH_LOGS="graph_code", LOCKSTEP_DTYPE="float64"), tmp_path / "b")
+    flags = "--num-steps 32 --total-timesteps 256 --eval-every 0 --save-model"
+    a = run("ppo_ddp.py", 1, flags, tmp_path / "a")
+    flags += f" --compile --run-dir {tmp_path / 'b'}"
+    b = finish(start("ppo_ddp.py", 1, flags, True, TORCH_LOGS="graph_code", LOCKSTEP_DTYPE="float64"), tmp_path / "b")
     assert_close(a, b)
     assert "addmm" in b.err or "linear" in b.err, "nothing was compiled"
