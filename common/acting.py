@@ -1,8 +1,8 @@
 """Acting on a few observations: what a module's `forward` computes, translated from its own code to numpy.
 
-On a few observations torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and records
-each operation; these are replaced by numpy's, on the parameters' own memory, so that an optimiser's step is seen at
-once. What numpy lacks is done by torch on that memory. If an operation cannot be translated, the module acts.
+On a few observations torch's calls cost five times the arithmetic. torch.fx runs `forward` once on symbols and
+records its operations. numpy's take their place, on the parameters' own memory, so that they see an optimiser's
+step at once. What numpy lacks is done by torch. If `forward` cannot be translated, the module acts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PERIOD = 64  # calls between two comparisons with the module, the same ones on e
 class Acting:
     """What a module's `forward` computes, of arrays (n, ...) for this process's environments, shard by shard.
 
-    Of several results, the first. `shards`: each shard's slice of the n. The translation acts (`derived`), or, if there
-    is none or its results differ, the module; then `note` prints why, once. On images the module always acts.
+    Of several results, the first. The translation acts (`derived`). For images, without a translation, and
+    for a shard for which that gives other numbers, the module acts, and `note` prints why (not of images).
     """
 
     def __init__(self, module: nn.Module, world: World, shards: list[slice], note: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ class Acting:
         self.restart()
 
     def restart(self) -> None:
-        """Translate anew at the next call: a run that goes on from a checkpoint does so too."""
+        """Translate anew at the next call, as a run does that goes on from a checkpoint."""
         self.calls = 0
         self.attributes: Any = None
         self.derived: Derived | None = None
@@ -64,43 +64,39 @@ class Acting:
             return first_result(self.module(*tensors)).cpu().numpy()
 
     def _choose(self, parts: list[list[np.ndarray]]) -> None:
-        """Choose for each shard what acts: the translation, made again if an attribute has changed, or the module."""
+        """Choose what acts for each shard. Translate anew if an attribute of the module has changed."""
         attributes = [snapshot(vars(part)) for part in self.module.modules()]
         if attributes != self.attributes:
             self.attributes = attributes
-            self.functions = [self.by_module] * len(parts)
             self.derived = None
-            if any(x.ndim > 2 for x in parts[0]):
-                return
-            try:
-                self.derived = Derived(self.module, self.world.device, len(parts[0]))
-            except Unknown as error:
-                self._act_by_module(str(error))
-                return
-            self.functions = [self.derived] * len(parts)
+            if all(x.ndim <= 2 for x in parts[0]):
+                try:
+                    self.derived = Derived(self.module, self.world.device, len(parts[0]))
+                except Exception as error:
+                    self._say(str(error).partition(". ")[0])
+            self.functions = [self.derived or self.by_module] * len(parts)
         for number, part in enumerate(parts):
-            if isinstance(self.functions[number], Derived):
+            if self.functions[number] is self.derived:
                 difference = self._difference(part)
                 if difference:
                     self.functions[number] = self.by_module
-                    self._act_by_module(difference)
+                    self._say(difference)
 
     def _difference(self, inputs: list[np.ndarray]) -> str:
         """How the translation's result differs from the module's by more than rounding; empty if it does not."""
         expected = self.by_module(*inputs)
         try:
             result = np.asarray(self.derived(*inputs))
-        except Exception as error:  # an error of the module's own comes again when it acts
+        except Exception as error:
             return str(error)
         if (result.shape, result.dtype) != (expected.shape, expected.dtype):
             return f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}"
         gap = np.abs(result - expected).max(initial=0.0)
         size = max(np.abs(x).max(initial=0.0) for x in (expected, *inputs))
-        if gap > 1e-4 * size:  # False if a network has diverged, which is said elsewhere
-            return f"its translation gives other numbers, by {gap:.2g} of {size:.2g}"
-        return ""
+        differs = gap > 1e-4 * size  # not if a network has diverged, which is said elsewhere
+        return f"its translation gives other numbers, by {gap:.2g} of {size:.2g}" if differs else ""
 
-    def _act_by_module(self, reason: str) -> None:
+    def _say(self, reason: str) -> None:
         kind = type(self.module).__name__
         self.note(f"{kind} acts by torch, more slowly than by numpy ({' '.join(reason.split())})")
 
@@ -110,7 +106,6 @@ def first_result(output: Any) -> Any:
 
 
 INTERNAL = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
-INTERNAL -= {"_forward_hooks", "_forward_pre_hooks"}
 
 
 def snapshot(value: Any) -> Any:
@@ -122,10 +117,6 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return [snapshot(x) for x in value] if isinstance(value, list | tuple) else id(value)
-
-
-class Unknown(Exception):
-    """What has no translation."""
 
 
 class Tracer(fx.Tracer):
@@ -153,33 +144,26 @@ class Tracer(fx.Tracer):
 
 
 class Derived:
-    """A module's `forward`, translated to numpy; or raises `Unknown`. `num_inputs`: how many arrays it is to take."""
+    """A module's `forward` of `num_inputs` arrays, in numpy. Raises an error for what has no translation."""
 
     def __init__(self, module: nn.Module, device: torch.device, num_inputs: int) -> None:
         for part in module.modules():
             if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
-                raise Unknown(f"{type(part).__name__} has a hook or a parametrization")
+                raise ValueError(f"{type(part).__name__} has a hook or a parametrization")
         options = list(inspect.signature(module.forward).parameters.values())[num_inputs:]
         tracer = Tracer()
-        attributes = [(part, dict(vars(part))) for part in module.modules()]
-        try:
-            graph = tracer.trace(module, {option.name: option.default for option in options})
-        except Exception as error:
-            raise Unknown(str(error).partition(". ")[0]) from error
-        finally:
-            for part, before in attributes:  # `forward` may have set some
-                part.__dict__ = before
+        graph = tracer.trace(module, {option.name: option.default for option in options})
+        translate(graph, num_inputs)
         self.tensors = tracer.tensors
         arrays = {name: x.cpu().numpy() for name, x in self.tensors.items()}  # on a CPU, the same memory
         self.copies = arrays if device.type != "cpu" else {}
-        translate(graph, num_inputs)
         self.function = fx.GraphModule(arrays, graph).forward
 
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
         return self.function(*inputs)
 
     def copy_parameters(self) -> None:
-        """Copy tensors that lie on a GPU to the arrays."""
+        """Copy tensors that lie on a GPU to the arrays, as one."""
         if self.copies:
             packed = torch.cat([x.reshape(-1).view(torch.uint8) for x in self.tensors.values()]).cpu()
             parts = packed.split([copy.nbytes for copy in self.copies.values()])
@@ -193,37 +177,26 @@ def translate(graph: fx.Graph, num_inputs: int) -> None:
     output.args = (first_result(output.args[0]),)
     inputs = [node for node in nodes if node.op == "placeholder"][:num_inputs]
     for node in reversed(nodes):
+        is_call = node.op.startswith("call")
         name = getattr(node.target, "__name__", node.target)
-        if node.op.startswith("call") and name.endswith("_"):  # in place, like `add_`
-            raise Unknown(f"{name} is not translated")
+        if is_call and name.endswith("_"):  # in place, like `add_`
+            raise ValueError(f"{name} is not translated")
         if not node.users and node not in inputs:
             graph.erase_node(node)
-    for node in graph.nodes:
-        if not node.op.startswith("call"):
-            continue
-        name = getattr(node.target, "__name__", node.target)
-        if getattr(node.target, "__module__", None) in ("_operator", "builtins"):
-            continue  # these take arrays too; and of Python's numbers they make Python's, not numpy's float64
-        if name in NUMPY:
-            node.target = NUMPY[name]
-        elif node.op == "call_method":
-            node.target = on_arrays(name, getattr(torch.Tensor, name))
-        else:
-            node.target = on_arrays(name, node.target)
-        node.op = "call_function"
+        elif is_call and getattr(node.target, "__module__", None) not in ("_operator", "builtins"):
+            # operators take arrays too; and of Python's numbers they make Python's, not numpy's float64
+            function = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
+            node.target = NUMPY.get(name) or on_arrays(function)
+            node.op = "call_function"
 
 
-def on_arrays(name: str, function: Callable) -> Callable:
+def on_arrays(function: Callable) -> Callable:
     """Returns a function of torch that takes and gives arrays."""
 
-    def tensor(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x if x.flags.writeable else x.copy())
-
     def apply(*args: Any, **options: Any) -> Any:
-        args, options = tree_map_only(np.ndarray, tensor, (args, options))
+        args, options = tree_map_only(np.ndarray, torch.tensor, (args, options))
         return tree_map_only(torch.Tensor, torch.Tensor.numpy, function(*args, **options))
 
-    apply.__name__ = f"torch_{name}"
     return apply
 
 
@@ -233,10 +206,6 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
 
 def relu(x: np.ndarray, inplace: bool = False) -> np.ndarray:
     return np.maximum(x, 0.0, out=x if inplace else None)
-
-
-def clamp(x: np.ndarray, min: Any = None, max: Any = None) -> np.ndarray:
-    return np.clip(x, min, max)
 
 
 def cat(arrays: list[np.ndarray], dim: int = 0) -> np.ndarray:
@@ -255,15 +224,11 @@ def expand_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def to(x: np.ndarray, dtype: Any) -> np.ndarray:
     """`dtype`: torch's, or an array's own, of which `x.dtype` was asked."""
-    return x.astype(numpy_type(dtype) if isinstance(dtype, torch.dtype) else dtype, copy=False)
+    return x.astype(TYPES.get(dtype, dtype), copy=False)
 
 
-@functools.cache
-def numpy_type(dtype: torch.dtype) -> np.dtype:
-    return torch.empty(0, dtype=dtype).numpy().dtype
-
-
+TYPES = {torch.float32: np.float32, torch.float64: np.float64}
 # by torch's names; what is not here is done by torch. `tensor * symbol` is recorded as Tensor.mul
-NUMPY = {"linear": linear, "relu": relu, "clamp": clamp, "chunk": chunk, "expand_as": expand_as, "to": to}
+NUMPY = {"linear": linear, "relu": relu, "clamp": np.clip, "chunk": chunk, "expand_as": expand_as, "to": to}
 NUMPY |= {"cat": cat, "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 NUMPY |= {"truediv": np.divide, "neg": np.negative, "pow": np.power, "tanh": np.tanh, "exp": np.exp}

@@ -18,8 +18,7 @@ Init = Callable[[nn.Conv2d, float], nn.Module]  # a layer and its gain -> the la
 
 
 def default_init(layer: nn.Conv2d, gain: float) -> nn.Module:
-    """Keep torch's own initialisation, which takes no gain."""
-    return layer
+    return layer  # with torch's own initialisation
 
 
 class Encoder(NamedTuple):
@@ -29,15 +28,24 @@ class Encoder(NamedTuple):
 
 
 def image_encoder(space: gym.spaces.Box, network: str = "auto", init: Init = default_init) -> Encoder:
-    """Returns IMPALA's encoder for `network` "impala"; for "auto" Nature's if images are large, MinAtar's if not."""
-    if network == "impala":
-        layers = impala_layers(space.shape[0], init)
+    """IMPALA's encoder for `network` "impala"; for "auto" Nature's if images are large, MinAtar's if not."""
+    channels = space.shape[0]
+    gain = math.sqrt(2)
+    layers: list[nn.Module] = []
+    if network == "impala":  # arXiv:1802.01561 figure 3, at PPG's sizes
+        for out_channels in (16, 32, 32):
+            layers += [init(nn.Conv2d(channels, out_channels, 3, padding=1), 1.0), nn.MaxPool2d(3, 2, 1)]
+            layers += [Residual(out_channels, init), Residual(out_channels, init)]
+            channels = out_channels
+        layers.append(nn.ReLU())
         width = 256
-    elif is_large(space):
-        layers = nature_layers(space.shape[0], init)
+    elif is_large(space):  # the DQN paper's (Nature 518, 2015)
+        for out_channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            layers += [init(nn.Conv2d(channels, out_channels, size, stride), gain), nn.ReLU()]
+            channels = out_channels
         width = 512
-    else:
-        layers = minatar_layers(space.shape[0], init)
+    else:  # the MinAtar paper's (arXiv:1903.03176)
+        layers += [init(nn.Conv2d(channels, 16, 3), gain), nn.ReLU()]
         width = 128
     encoder = nn.Sequential(*layers, nn.Flatten()).to(memory_format=torch.channels_last)
     with torch.no_grad():
@@ -46,7 +54,7 @@ def image_encoder(space: gym.spaces.Box, network: str = "auto", init: Init = def
 
 
 def is_large(space: gym.spaces.Box) -> bool:
-    """True for images whose smaller side is at least 36, which is the least that Nature's convolutions can take."""
+    """True for images whose smaller side is at least 36, the least that Nature's convolutions can take."""
     return len(space.shape) == 3 and min(space.shape[1:]) >= 36
 
 
@@ -65,32 +73,10 @@ class Pixels(nn.Module):
         return obs if self.scale == 1.0 else obs / self.scale
 
 
-def nature_layers(channels: int, init: Init) -> list[nn.Module]:
-    """The convolutions of the DQN paper (Nature 518, 2015)."""
-    first = [init(nn.Conv2d(channels, 32, 8, stride=4), math.sqrt(2)), nn.ReLU()]
-    second = [init(nn.Conv2d(32, 64, 4, stride=2), math.sqrt(2)), nn.ReLU()]
-    third = [init(nn.Conv2d(64, 64, 3), math.sqrt(2)), nn.ReLU()]
-    return [*first, *second, *third]
-
-
-def minatar_layers(channels: int, init: Init) -> list[nn.Module]:
-    """The convolution of the MinAtar paper (arXiv:1903.03176)."""
-    return [init(nn.Conv2d(channels, 16, 3), math.sqrt(2)), nn.ReLU()]
-
-
-def impala_layers(channels: int, init: Init) -> list[nn.Module]:
-    """The residual network of the IMPALA paper (arXiv:1802.01561 figure 3), at PPG's sizes."""
-    layers = []
-    for in_channels, out_channels in ((channels, 16), (16, 32), (32, 32)):
-        layers += [init(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0), nn.MaxPool2d(3, 2, 1)]
-        layers += [Residual(out_channels, init), Residual(out_channels, init)]
-    return [*layers, nn.ReLU()]
-
-
 class Residual(nn.Module):
     """(B, channels, height, width) plus two convolutions of it.
 
-    With this gain, what the six blocks add at the start is together about as large as what the first one is given.
+    With this gain, what the six blocks add at the start is together about as large as their first input.
     """
 
     def __init__(self, channels: int, init: Init) -> None:

@@ -10,24 +10,26 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from common.distributed import World
 from common.encoders import is_large
 from common.errors import BadInput, Fault, one_line, require_divisible
-from common.machine import flush_denormals, keep_freed_memory, set_threads
+from common.machine import keep_freed_memory, set_threads
 from common.simulators import MAKE_ANEW, RESERVED_OPTIONS, make_vec, seed_libraries
 
 TRAINING, EVALUATION, RESTART = range(3)  # seed domains
 
 
-def environment_seeds(seed: int, domain: int, indices: Sequence[int], *restart: int) -> np.ndarray:
+def environment_seeds(seed: int, domain: int, indices: Sequence[int], checkpoint: int = 0) -> np.ndarray:
     """One seed for each global index, derived from (seed, domain, index), so that runs share no streams.
 
-    `restart`: in the domain RESTART, the number of a checkpoint.
+    After a `checkpoint`, which has this number, training has others.
     """
-    words = [np.random.SeedSequence([seed, domain, *restart, i]).generate_state(1)[0] for i in indices]
-    return np.array(words, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
+    words = [RESTART, checkpoint] if checkpoint and domain == TRAINING else [domain]
+    seeds = [np.random.SeedSequence([seed, *words, i]).generate_state(1)[0] for i in indices]
+    return np.array(seeds, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
 
 
 class Episode(NamedTuple):
@@ -60,7 +62,7 @@ class EpisodeStatistics:
         self.lengths += 1
         dones = terminations | truncations
         if self.family == "envpool":
-            dones = infos.get("game_over", dones)
+            dones = infos["game_over"]
         elif self.family == "ALE":
             dones = truncations | (terminations & (infos["episode_frame_number"] < self.frames))
             self.frames[:] = infos["episode_frame_number"]
@@ -97,9 +99,7 @@ class Environments(VectorWrapper):
     evaluation: Environments | None = None
     first_episode: Episode | None = None
 
-    def __init__(
-        self, envs: VectorEnv, family: str, seed: int, domain: int, indices: Sequence[int], channels_last: bool
-    ) -> None:
+    def __init__(self, envs: VectorEnv, family: str, seed: int, domain: int, indices: Sequence[int]) -> None:
         super().__init__(envs)
         space = envs.single_observation_space
         self.family = family
@@ -108,17 +108,14 @@ class Environments(VectorWrapper):
         self.indices = indices
         self.seeds = environment_seeds(seed, domain, indices)
         self.checkpoint = 0
-        self.steps = 0
         self.shards = [slice(0, len(indices))]
-        self.atari = is_atari(family, envs)
+        self.atari = family == "ALE" or getattr(envs, "atari", False)
         self.stack = space.shape[0] if family == "ALE" else getattr(envs, "stack", 1)
         self.repeats_first = family == "envpool"
-        self.float_obs = np.issubdtype(space.dtype, np.floating)
-        self.first_action = getattr(envs.single_action_space, "start", None)  # None of a Box
-        self.channels_last = channels_last
-        if channels_last:
-            low = self._channels_first(space.low)
-            high = self._channels_first(space.high)
+        self.channels_last = channels_axis(space, family, self.atari) == 2
+        if self.channels_last:
+            low = np.moveaxis(space.low, -1, 0)
+            high = np.moveaxis(space.high, -1, 0)
             self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
 
     def storage(self, *shape: int) -> np.ndarray:
@@ -129,13 +126,11 @@ class Environments(VectorWrapper):
     def start(self, checkpoint: int = 0) -> np.ndarray:
         """Reset every environment with its own seed -> observations (n, *shape).
 
-        `checkpoint`: the number of the last one, or 0. After each, training has other seeds, and
-        simulators written in Python are made anew: some keep hidden state over a reset, such as
-        BipedalWalker its Box2D world.
+        `checkpoint`: the number of the last one, or 0. After each, training has other seeds, and simulators
+        in Python are made anew: some keep hidden state, such as BipedalWalker its Box2D world.
         """
-        seeds = self.seeds
+        seeds = environment_seeds(self.seed, self.domain, self.indices, checkpoint)
         if checkpoint and self.domain == TRAINING:
-            seeds = environment_seeds(self.seed, RESTART, self.indices, checkpoint)
             seed_libraries(int(seeds[0]))
         anew = checkpoint != self.checkpoint and self.family not in RESERVED_OPTIONS
         self.checkpoint = checkpoint
@@ -143,8 +138,7 @@ class Environments(VectorWrapper):
         self.episodes = EpisodeStatistics(self.shards, self.family)
         seeds = seeds if self.family == "ALE" else seeds.tolist()  # ALE's take only an array
         obs, _ = self.env.reset(seed=seeds, options=MAKE_ANEW if anew else None)
-        if self.float_obs:
-            self._require_finite("an observation", obs)
+        self._require_finite("an observation", obs)
         return self._channels_first(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
@@ -156,23 +150,17 @@ class Environments(VectorWrapper):
         """
         self.steps += 1
         actions = self.clip_to_action_space(actions)
-        if self.first_action is None:
-            advice = "; the networks have diverged: try a lower learning rate"
-            self._require_finite("the action for it", actions, advice)
-        try:
-            obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        except SystemExit as error:  # a window that was closed, say: the run is not done
-            raise Fault(f"--env-id: an environment called sys.exit({error.code}).") from error
+        self._require_finite("the networks have diverged: the action for it", actions)
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self._require_finite("a reward", rewards)
-        if self.float_obs:
-            self._require_finite("an observation", obs)
+        self._require_finite("an observation", obs)
         infos["episode_ended"] = self.episodes.step(rewards, terminations, truncations, infos)
         dones = np.flatnonzero(terminations | truncations)
         if len(dones):
             truncations = truncations & ~terminations
             if self.channels_last:
                 infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in dones}
-            for i in np.flatnonzero(truncations) if self.float_obs else ():
+            for i in np.flatnonzero(truncations):
                 self._require_finite("its last observation", infos["final_obs"][i][None], first=i)
         if self.world is not None:
             self.world.watchdog.feed()
@@ -181,33 +169,27 @@ class Environments(VectorWrapper):
     def clip_to_action_space(self, actions: np.ndarray) -> np.ndarray:
         """Actions (n,) from 0 -> from the space's start; (n, d) -> clipped; both of the space's type."""
         space = self.single_action_space
-        if self.first_action is not None:
-            return (actions + self.first_action).astype(space.dtype, copy=False)
+        if isinstance(space, gym.spaces.Discrete):
+            return (actions + space.start).astype(space.dtype, copy=False)
         return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
 
     def close(self) -> None:
-        """Close all; kill asynchronous ones if a worker died, since gymnasium would wait for its answer."""
-        workers = getattr(self.unwrapped, "processes", [])
-        if all(worker.is_alive() for worker in workers):
-            self.env.close(**({"timeout": 5} if workers else {}))
-        else:
-            for worker in workers:
-                worker.kill()
-            self.unwrapped.closed = True
+        asynchronous = hasattr(self.unwrapped, "processes")
+        self.env.close(**({"timeout": 5} if asynchronous else {}))
 
     def _channels_first(self, obs: np.ndarray) -> np.ndarray:
         return np.moveaxis(obs, -1, -3) if self.channels_last else obs
 
-    def _require_finite(self, what: str, values: np.ndarray, advice: str = "", first: int = 0) -> None:
-        """Raise `Fault` for a value that is not finite. `values[0]` is of the local environment `first`."""
-        if math.isfinite(np.vdot(values, values)):  # the cheapest sum, but it may overflow
+    def _require_finite(self, what: str, values: np.ndarray, first: int = 0) -> None:
+        """Raise `Fault` for a float that is not finite. `values[0]` is of the local environment `first`."""
+        if values.dtype.kind != "f" or math.isfinite(np.vdot(values, values)):  # the cheapest sum; it may overflow
             return
         for i, value in enumerate(values):
             if not np.isfinite(value).all():
-                wrong = value[~np.isfinite(value)].flat[0]
+                number = value[~np.isfinite(value)].flat[0]
                 name = "environment" if self.domain == TRAINING else "evaluation episode"
                 where = f"{name} {self.indices[first + i]}, its step {self.steps}"
-                raise Fault(f"{where}: {what} is not finite ({wrong}){advice}.")
+                raise Fault(f"{where}: {what} is not finite ({number}).")
 
 
 @contextmanager
@@ -217,7 +199,7 @@ def open_environments(
     """This rank's training environments, with the `world` and its part of the `evaluation`.
 
     `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s.
-    Sets threads and the treatment of memory and denormals (common/machine.py).
+    Sets threads, and how memory and denormal numbers are treated.
     Raises `BadInput` as `World` and `make_envs` do, and if the environments do not divide.
     """
     world = World(args.cuda, args.shards)
@@ -226,26 +208,27 @@ def open_environments(
     size = args.num_envs // world.num_shards
     num_episodes = args.eval_episodes if args.eval_every else 0
     training = [range(shard * size, (shard + 1) * size) for shard in world.shards]
-    episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards]
-    num_threads = args.num_threads or world.cores
+    episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards if shard < num_episodes]
+    options = {"vectorization": args.vectorization, "env_kwargs": args.env_kwargs}
+    options |= {"num_threads": args.num_threads or world.cores, "life_loss": life_loss}
 
     with ExitStack() as stack:
-        flush_denormals(True)  # first: workers of asynchronous environments inherit it
-        stack.callback(flush_denormals, False)
+        # processors take some twenty times as long for numbers nearer to 0 than 1e-38, and Adam's averages
+        # for dead units become such; threads and processes that are started later take them as 0 too
+        torch.set_flush_denormal(True)
+        stack.callback(torch.set_flush_denormal, False)
 
-        def open_domain(domain: int, indices: list[range], life_loss: bool) -> Environments:
-            options = (args.vectorization, num_threads, life_loss, args.env_kwargs)
-            envs = make_envs(args.env_id, args.seed, domain, np.concatenate(indices), action_spaces, *options)
+        def opened(domain: int, parts: list[range]) -> Environments:
+            envs = make_envs(args.env_id, args.seed, domain, np.concatenate(parts), action_spaces, **options)
             stack.callback(envs.close)
-            ends = np.cumsum([len(part) for part in indices])
-            envs.shards = [slice(end - len(part), end) for part, end in zip(indices, ends, strict=True)]
+            ends = np.cumsum([len(part) for part in parts])
+            envs.shards = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
             envs.world = world
             return envs
 
-        envs = open_domain(TRAINING, training, life_loss)
-        episodes = [part for part in episodes if part]
+        envs = opened(TRAINING, training)
         if episodes:
-            envs.evaluation = open_domain(EVALUATION, episodes, False)
+            envs.evaluation = opened(EVALUATION, episodes)
         set_threads(args.num_threads, is_large(envs.single_observation_space), world)
         keep_freed_memory()
         yield envs
@@ -264,22 +247,20 @@ def make_envs(
 ) -> Environments:
     """The environments of global `indices`, which reset in the step that ends an episode.
 
-    `action_spaces`: what the script can act in. `num_threads`: of Atari and EnvPool.
-    `life_loss`: a lost life of Atari terminates. `env_kwargs`: the simulator's options in JSON.
-    Raises `BadInput` naming --env-id for an unknown id, a missing package, or an unsupported
-    space, and --env-kwargs for what the simulator refuses.
+    `num_threads`: of Atari and EnvPool. `life_loss`: a lost life of Atari terminates, in training.
+    Raises `BadInput` naming --env-id for an unknown id, a missing package, or an unsupported space
+    (`action_spaces`: the supported), and --env-kwargs for what the simulator refuses.
     """
     options = json.loads(env_kwargs)
     flags = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
     family = env_id.partition("/")[0]
+    for name in options.keys() & RESERVED_OPTIONS.get(family, set()):
+        raise BadInput(f"--env-kwargs {env_kwargs}: {name} is not to be set here; leave it out.")
     first_seed = int(environment_seeds(seed, domain, indices[:1])[0])
-    for name in options:
-        if name in RESERVED_OPTIONS.get(family, ()):
-            raise BadInput(f"--env-kwargs {env_kwargs}: {name} is not to be set here; leave it out.")
+    own = {"life_loss": life_loss and domain == TRAINING, "one_episode": domain == EVALUATION}
     try:
-        own = {"life_loss": life_loss, "one_episode": domain == EVALUATION}
         envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, **own)
-    except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
+    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
         reason = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:  # None for a user's module
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
@@ -290,30 +271,24 @@ def make_envs(
         raise BadInput(f"--env-kwargs {env_kwargs}: {type(error).__name__}: {one_line(error)}") from error
     assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     try:
-        axis = channels_axis(family, envs)
         require_action_space(envs.single_action_space, action_spaces)
+        return Environments(envs, family, seed, domain, indices)
     except BadInput as error:
         envs.close()
         raise BadInput(f"{flags}: {one_line(error)}.") from None
-    return Environments(envs, family, seed, domain, indices, channels_last=axis == 2)
 
 
-def is_atari(family: str, envs: VectorEnv) -> bool:
-    return family == "ALE" or getattr(envs, "atari", False)  # as EnvPool's adapter says
-
-
-def channels_axis(family: str, envs: VectorEnv) -> int | None:
+def channels_axis(space: gym.Space, family: str, atari: bool) -> int | None:
     """The axis of an image's channels, 0 or 2, the smallest except in games; None of a vector.
 
     Raises `BadInput` for all other observations.
     """
-    space = envs.single_observation_space
     shape = space.shape if isinstance(space, gym.spaces.Box) else ()
     if len(shape) == 1 and shape[0] > 0:
         return None
     if len(shape) == 3:
         axis = shape.index(min(shape)) if shape.count(min(shape)) == 1 else 1
-        if is_atari(family, envs):
+        if atari:
             axis = 0  # of any number of frames
         elif family == "MinAtar":
             axis = 2  # of any number of kinds of objects

@@ -24,10 +24,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Play episode e from its own seed, always the same, on the rank that has it -> a row of means and seconds.
 
-    `act` maps a shard's observations (n, *shape) to actions for `envs`, which hold one environment for each of this
-    rank's episodes (None if it has none). `checkpoint`: the number of the last one, or 0. An episode of `MAX_STEPS`
-    counts as it stands. Ranks meet every `EVALUATION_BOUNDARY` steps, so that a long evaluation is no hang; a stop
-    request cuts it short, and then its row counts for nothing (`world.stop`).
+    `act` maps a shard's observations (n, *shape) to actions for `envs`: an environment for each of this
+    rank's episodes (None if it has none). `checkpoint`: the number of the last one, or 0. An episode of
+    `MAX_STEPS` counts as it stands. A stop request cuts it short (`world.stop`); then its row means nothing.
     """
     start = time.perf_counter()
     results = np.zeros((episodes, 2))  # returns and lengths; those of other ranks stay 0
@@ -48,7 +47,7 @@ def evaluate(
                     results[envs.indices[i]] = episode_return, length
                     playing[i] = False
             envs.episodes.finished.clear()
-        if step % EVALUATION_BOUNDARY == 0:
+        if step % EVALUATION_BOUNDARY == 0:  # so that a long evaluation is no hang
             num_playing = world.gather([playing.sum()]).sum()  # collective
             if num_playing == 0 or world.stop:
                 break

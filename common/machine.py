@@ -33,8 +33,8 @@ def require_memory(flag: str, value: object, nbytes: float, world: World, smalle
 def set_threads(threads: int, parallel: bool, world: World) -> None:
     """Set torch's number of threads. 0: one for each core if the work is `parallel`, otherwise one.
 
-    With `--shards`, 0 is one thread: convolutions that are split over threads round differently. So do the products of
-    numpy's BLAS, which always gets one thread.
+    With `--shards`, 0 is one thread: convolutions that are split over threads round differently. So do
+    the products of numpy's BLAS, which always gets one thread.
     """
     torch.set_num_threads(threads or (world.cores if parallel and not world.sharded else 1))
     threadpool_limits(1, "blas")
@@ -46,11 +46,3 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(M_MMAP_THRESHOLD, 2**30):  # before glibc 2.35 this is too much
             mallopt(M_TRIM_THRESHOLD, 2**30)
-
-
-def flush_denormals(wanted: bool) -> None:
-    """Have this thread, and threads that it starts later, take numbers nearer to 0 than 1e-38 (float64: 1e-308) as 0.
-
-    Processors take some twenty times as long to compute with them, and Adam's averages for dead units become such.
-    """
-    torch.set_flush_denormal(wanted)

@@ -23,9 +23,9 @@ class RunningMoments:
         self.m2 = np.zeros(shape)
 
     def update(self, parts: list[np.ndarray], world: World) -> None:
-        """Add a batch: (..., *shape) of each of this rank's shards, in their order. Every rank must call.
+        """Add a batch: (..., *shape) of each of this rank's shards, in order. Every rank must call.
 
-        Counts, means and squared deviations are merged (Chan et al. 1979), so that large squares do not cancel.
+        Moments are merged as by Chan et al. (1979), so that large squares do not cancel.
         """
         if not self.enabled:
             return
@@ -68,10 +68,9 @@ class RunningMoments:
 
 
 def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, carry: np.ndarray) -> np.ndarray:
-    """Running sums R_t = gamma R_{t-1} + r_t of each environment, from its episode's start: (T, n) -> (T, n).
+    """Sums R_t = gamma R_{t-1} + r_t since the episode's start: (T, n) -> (T, n). Their deviation scales rewards.
 
-    `carry` (n,) holds R of the step before and is updated in place. `dones` (T, n): a sum ends after that step. The
-    standard deviation of these sums scales rewards, as in CleanRL and Baselines.
+    `carry` (n,): R of the step before, updated in place. `dones` (T, n): a sum ends after that step.
     """
     returns = np.empty(rewards.shape)
     for step in range(len(rewards)):
@@ -83,7 +82,7 @@ def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, car
 
 
 def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
-    """(..., size) of each of this rank's shards -> zero mean and unit variance (N - 1) over size and all shards."""
+    """(..., size) of each shard here -> mean 0 and variance 1 (by N - 1) over `size` and all shards."""
     sums = []
     shape = parts[0].shape[:-1]
     count = parts[0].shape[-1] * world.num_shards
@@ -98,9 +97,9 @@ def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
 
 
 def explained_variance(parts: list[tuple[torch.Tensor, torch.Tensor]], world: World) -> dict[str, float]:
-    """Advantages and values (B,) of each shard here -> the part of the returns' variance that the values explain.
+    """Advantages, values (B,) of each shard here -> the part of the returns' variance that the values explain.
 
-    In float64, over all shards, as a column; no column where all returns are equal.
+    Over all shards, as a column; no column where all returns are equal.
     """
     sums = []
     for advantages, values in parts:

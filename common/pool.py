@@ -1,8 +1,7 @@
-"""EnvPool's environments (ids `envpool/...`), C++ simulators stepped in threads, as gymnasium's vector environments."""
+"""EnvPool's environments (ids `envpool/...`), simulated in C++ in threads, as gymnasium's vector environments."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import warnings
 from typing import Any
@@ -20,36 +19,26 @@ class Pool(VectorEnv):
     A dictionary of vectors and numbers is observed as one vector, in the order of its keys.
     Of an Atari game, `game_over` in the infos shows where the whole game ended; with `life_loss`
     a lost life terminates, and the game goes on.
-    Raises `gym.error.Error` for an unknown task, and for one of several players.
+    Raises `gym.error.Error` for a task that EnvPool cannot make, and for one of several players.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(
-        self,
-        task: str,
-        num_envs: int,
-        num_threads: int,
-        options: dict[str, Any],
-        life_loss: bool,
-        draws: bool = False,
+        self, task: str, num_envs: int, num_threads: int, options: dict[str, Any], life_loss: bool, draws: bool = False
     ) -> None:
         import envpool
 
-        tasks = envpool.list_all_envs()
-        if task not in tasks:
-            near = ", ".join(difflib.get_close_matches(task, tasks, 3, 0.0))
-            raise gym.error.NameNotFound(f"EnvPool has no {task}; it has {near}, ...")
         self.num_envs = num_envs
-        self.render_mode = "rgb_array" if draws else None
         if draws:
             options = options | {"render_mode": "rgb_array"}
-        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}  # JSON has no tuples
+        # JSON has no tuples
+        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
         threads = min(num_threads, num_envs)
         self.make = functools.partial(envpool.make_gymnasium, task, num_threads=threads, **options)
         try:
             one = self.make(num_envs=1, seed=[0])
-        except RuntimeError as error:
+        except (AssertionError, RuntimeError) as error:
             raise gym.error.Error(f"EnvPool cannot make {task}: {error}") from error
         config = one.spec.config._asdict()
         if config["max_num_players"] > 1:
@@ -75,9 +64,8 @@ class Pool(VectorEnv):
 
     def reset(self, *, seed: list[int], options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.pool = None  # its threads end before others begin
-        with warnings.catch_warnings(action="ignore"):
-            self.pool = self.make(num_envs=self.num_envs, seed=seed)
-            obs, infos = self.pool.reset()
+        self.pool = self.make(num_envs=self.num_envs, seed=seed)
+        obs, infos = self.pool.reset()
         self.lives = infos.get("lives")
         return self._as_array(obs), {}
 
@@ -85,7 +73,7 @@ class Pool(VectorEnv):
         obs, rewards, terminations, truncations, pool_infos = self.pool.step(actions)
         obs = self._as_array(obs)
         dones = terminations | truncations
-        infos = {"game_over": dones} if self.atari else {}
+        infos = {"game_over": dones}
         if self.life_loss:
             terminations = terminations | (pool_infos["lives"] < self.lives)
             self.lives = pool_infos["lives"]

@@ -6,8 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,13 +38,9 @@ def make_vec(
 ) -> VectorEnv:
     """The bare environments of an id, which reset in the step that ends an episode. `draws`: for films.
 
-    `one_episode`: those that are written in Python stand still after an episode, for evaluation.
-    `seed`: for what they draw from beside their own generators. Raises what the simulators do.
+    `one_episode`: those in Python stand still after an episode. `seed`: of libraries, while they are made.
     """
     seed_libraries(seed)
-    module, colon, _ = env_id.rpartition(":")
-    if colon and not all(word.isidentifier() for word in module.split(".")):
-        raise gym.error.Error("must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
     family = env_id.partition("/")[0]
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
     if family == "envpool":
@@ -64,16 +59,16 @@ def make_vec(
         }
         own |= same_step | options | (FILM_OPTIONS if draws else {})
         return gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point", **own)
-    if draws:
-        options = {"render_mode": "rgb_array"} | options
-    wrappers = [partial(Simulator, make=partial(gym.make, env_id, **options), seed=seed, one_episode=one_episode)]
     if family == "MinAtar":
         from minatar.gym import register_envs
 
         if "MinAtar/Breakout-v1" not in gym.registry:
             register_envs()
-        wrappers.append(ResetLastAction)
-    own = {"wrappers": wrappers, "vector_kwargs": same_step | {"copy": False}}  # scripts copy what they keep
+    if draws:
+        options = {"render_mode": "rgb_array"} | options
+    make = partial(gym.make, env_id, **options)
+    wrapper = partial(Simulator, make=make, one_episode=one_episode, minatar=family == "MinAtar")
+    own = {"wrappers": [wrapper], "vector_kwargs": same_step | {"copy": False}}  # scripts copy what they keep
     return gym.make_vec(env_id, num_envs, vectorization_mode=vectorization, **own, **options)
 
 
@@ -83,50 +78,38 @@ def seed_libraries(seed: int) -> None:
     np.random.seed(seed)
 
 
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Leave `random` and `numpy.random` afterwards as they are now."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
 class Simulator(gym.Wrapper):
     """One environment that is written in Python. `make` makes it once more.
 
-    `one_episode`: it stands still after an episode until it gets a seed. Else what an environment remembers would
-    depend on how long others play, which is another time on another number of processes.
-    In a worker process Ctrl-C spares it, and it never outlives its rank. There, libraries are seeded
-    for it alone, and at each reset with a seed, so that what follows depends on that only.
+    `one_episode`: it stands still after an episode until it gets a seed. Else what it remembers would
+    depend on how long others play, and so on the number of processes. In a worker process Ctrl-C
+    spares it, it never outlives its rank, and libraries are seeded for it alone.
     """
 
-    def __init__(self, env: gym.Env, make: Callable[[], gym.Env], seed: int, one_episode: bool) -> None:
+    def __init__(self, env: gym.Env, make: Callable[[], gym.Env], one_episode: bool, minatar: bool) -> None:
         super().__init__(env)
         self.make = make
         self.one_episode = one_episode
+        self.minatar = minatar
         self.ended = False
-        name, _, index = multiprocessing.current_process().name.partition("-")
-        self.in_worker = name == "Worker<AsyncVectorEnv>"  # the rank itself makes one too, for its spaces
+        # the rank itself makes one too, for its spaces
+        self.in_worker = multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv>")
         if self.in_worker:
             os.setsid()
             end_with_parent(signal.SIGKILL)
-            seed_libraries(seed + int(index))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        if options == MAKE_ANEW:
-            self.env.close()
-            with kept_random_state():
-                self.env = self.make()
-            options = None
         if self.ended and seed is None:
             return self.last_obs, {}
         self.ended = False
         if self.in_worker and seed is not None:
             seed_libraries(seed)
+        if options == MAKE_ANEW:
+            self.env.close()
+            self.env = self.make()
+            options = None
+        if self.minatar:
+            self.unwrapped.game.last_action = 0  # it may stick, and MinAtar keeps it over a reset
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
@@ -138,11 +121,3 @@ class Simulator(gym.Wrapper):
             self.last_obs = obs
             self.ended = self.one_episode
         return obs, reward, terminated, truncated, info
-
-
-class ResetLastAction(gym.Wrapper):
-    """MinAtar keeps the last action, which may stick, over a reset: then an episode would not follow from its seed."""
-
-    def reset(self, **kwargs) -> tuple[np.ndarray, dict]:
-        self.unwrapped.game.last_action = 0
-        return self.env.reset(**kwargs)

@@ -19,8 +19,8 @@ def default_float() -> np.dtype:
 def to_tensor(array: np.ndarray) -> torch.Tensor:
     """The array as a contiguous tensor that is aligned to 64 bytes, a copy only if needed.
 
-    MKL rounds some products differently at another address, and a slice of an array may begin anywhere. Images
-    (n, channels, height, width) keep their order in memory.
+    MKL rounds some products differently at another address, and a slice of an array may begin anywhere.
+    Images (n, channels, height, width) keep their order in memory.
     """
     channels_last = array.ndim == 4 and array.strides[1] < array.strides[3]
     if channels_last:
@@ -45,19 +45,14 @@ def upload(nest: Any, device: torch.device) -> Any:
         return nest
     tensors = [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
     tensors = [x if is_dense(x) else x.contiguous() for x in tensors]
-    places = []
-    end = 0
-    for x in tensors:
-        places.append(slice(end, end + x.nbytes))
-        end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
-    packed = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-    for place, x in zip(places, tensors, strict=True):
-        view_as(x, packed[place]).copy_(x)
-    packed = packed.to(device, non_blocking=True)
-    uploaded = iter([view_as(x, packed[place]) for place, x in zip(places, tensors, strict=True)])
+    ends = np.cumsum([-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors], dtype=int).tolist()
+
+    def unpacked(memory: torch.Tensor) -> list[torch.Tensor]:
+        parts = [memory[start : start + x.nbytes] for start, x in zip([0, *ends], tensors, strict=False)]
+        return [part.view(x.dtype).as_strided(x.shape, x.stride()) for part, x in zip(parts, tensors, strict=True)]
+
+    packed = torch.empty(sum(ends[-1:]), dtype=torch.uint8, pin_memory=True)
+    for part, x in zip(unpacked(packed), tensors, strict=True):
+        part.copy_(x)
+    uploaded = iter(unpacked(packed.to(device, non_blocking=True)))
     return tree_map_only(torch.Tensor, lambda _: next(uploaded), nest)
-
-
-def view_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Bytes (tensor.nbytes,) as a tensor of this one's type, shape and strides."""
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.acting import PERIOD, Acting, Derived, Unknown
+from common.acting import PERIOD, Acting, Derived
 from common.distributed import World
 
 WORLD, SHARDS = World(False), [slice(0, 5)]
@@ -129,7 +129,7 @@ UNKNOWN = {  # what is said, function, layer
     "iteration": ("Proxy object cannot be iterated", lambda m, x: sum(list(x)), None),
     "in place": ("clamp_ is not translated", lambda m, x: [y := 2 * x, y.clamp_(-0.1, 0.1)][0], None),
     "draws": ("gives other numbers", lambda m, x: x + torch.randn(4), None),
-    "another type": ("numpy gives float64 .* torch float32", lambda m, x: x.to(torch.int32) / 2, None),
+    "another type": ("torch.int32", lambda m, x: x.to(torch.int32) / 2, None),
 }
 
 
@@ -237,22 +237,12 @@ def test_what_changes_elsewhere_is_found():
     np.testing.assert_array_equal(policy(OBS), policy.by_module(OBS))
 
 
-def set_number(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    module.number += 1
-    module.seen = module.layer(x)
-    return module.seen if module.flag else module.seen + iter(x)
-
-
-@pytest.mark.parametrize("function", [scaled, set_number])
-def test_translating_leaves_the_module_as_it_was(function):
-    """Its attributes, also those that `forward` sets, and its parameters."""
-    module = Module(function)
+def test_translating_leaves_the_module_as_it_was():
+    """Its attributes and its parameters."""
+    module = Module(scaled)
     attributes = [dict(vars(x)) for x in module.modules()]
     values = [x.detach().clone() for x in module.parameters()]
-    try:
-        Derived(module, torch.device("cpu"), 1)
-    except Unknown:
-        assert function is set_number
+    Derived(module, torch.device("cpu"), 1)
     assert [dict(vars(x)) for x in module.modules()] == attributes
     assert all(x.equal(y) for x, y in zip(values, module.parameters(), strict=True))
     gc.collect()

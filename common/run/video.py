@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -18,7 +19,7 @@ import numpy as np
 from common.environments import Episode
 from common.errors import BadInput
 from common.run.arguments import RunArgs
-from common.simulators import kept_random_state, make_vec
+from common.simulators import make_vec
 
 
 def import_encoder() -> Any:
@@ -33,54 +34,47 @@ def import_encoder() -> Any:
 def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
     """Write the episode, of `args.env_id`, as H.264 (mp4) with a picture for each step.
 
-    Raises what a simulator that cannot draw itself raises, `OSError`, `TimeoutError` after half of --timeout, for which
-    the other ranks wait, and `ValueError` if the episode, played again, comes to another return. No film is then left.
+    Raises what a simulator that cannot draw raises, `OSError`, `TimeoutError` after half of --timeout, for
+    which the other ranks wait, and `ValueError` for another return than before. No film is then left.
     """
-    path.parent.mkdir(exist_ok=True)
-    try:
-        play_and_draw(path, args, episode, feed_watchdog)
-    except Exception:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def play_and_draw(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
     av = import_encoder()
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    env_id = args.env_id
-    ale = env_id.startswith("ALE/")
+    path.parent.mkdir(exist_ok=True)
+    ale = args.env_id.startswith("ALE/")
     deadline = time.monotonic() + args.timeout / 2
     total = 0.0
-    with (
-        kept_random_state(),  # an environment may draw from it
-        closing(make_vec(env_id, 1, episode.seed, json.loads(args.env_kwargs), draws=True)) as env,
-        av.open(path, "w") as file,
-    ):
-        games = ale or getattr(env, "atari", False)
-        rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
-        stream = file.add_stream("libx264", rate=round(rate), options={"crf": "18"})
-        stream.pix_fmt = "yuv420p"
-        obs, _ = env.reset(seed=np.array([episode.seed]) if ale else [episode.seed])
-        for action in episode.actions:
-            picture = of_even_sides(obs[0, 0] if ale else env.render()[0])
-            if not stream.codec_context.is_open:
-                stream.height, stream.width, _ = picture.shape
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-            obs, rewards, *_ = env.step(action[None])
-            total += float(rewards[0])
-            feed_watchdog()
-            if time.monotonic() > deadline:
-                raise TimeoutError("it took half of --timeout")
-        file.mux(stream.encode())
-    if total != episode.episodic_return:
-        raise ValueError(f"played again, the episode came to {total}, not {episode.episodic_return}")
-
-
-def of_even_sides(picture: np.ndarray) -> np.ndarray:
-    """A picture (height, width, 3), uint8 or floats from 0 to 1 -> uint8, of even height and width, as H.264 needs."""
-    if np.issubdtype(picture.dtype, np.floating):
-        picture = (picture * 255).round().astype(np.uint8)
-    height, width, _ = picture.shape
-    return np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
+    python_state = random.getstate()  # an environment may draw from it
+    numpy_state = np.random.get_state()
+    try:
+        env = make_vec(args.env_id, 1, episode.seed, json.loads(args.env_kwargs), draws=True)
+        with closing(env), av.open(path, "w") as file:
+            games = ale or getattr(env, "atari", False)
+            rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
+            stream = file.add_stream("libx264", rate=round(rate), options={"crf": "18"})
+            stream.pix_fmt = "yuv420p"
+            obs, _ = env.reset(seed=np.array([episode.seed]) if ale else [episode.seed])
+            for action in episode.actions:
+                picture = obs[0, 0] if ale else env.render()[0]  # (height, width, 3)
+                if picture.dtype != np.uint8:  # MinAtar's, from 0 to 1
+                    picture = (picture * 255).round().astype(np.uint8)
+                height, width, _ = picture.shape
+                picture = np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)))  # H.264 takes even sides
+                if not stream.codec_context.is_open:
+                    stream.height, stream.width, _ = picture.shape
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+                obs, rewards, *_ = env.step(action[None])
+                total += float(rewards[0])
+                feed_watchdog()
+                if time.monotonic() > deadline:
+                    raise TimeoutError("it took half of --timeout")
+            file.mux(stream.encode())
+        if total != episode.episodic_return:
+            raise ValueError(f"played again, the episode came to {total}, not {episode.episodic_return}")
+    except Exception:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
