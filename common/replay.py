@@ -295,7 +295,7 @@ class ReplayBuffer:
         final_obs = {}
         for place, obs in self.final_obs.items():
             if 0 <= place - start < self.size * self.width:
-                final_obs[place - start] = torch.from_numpy(obs)
+                final_obs[int(place) - start] = torch.from_numpy(obs)
         return state | {"final_obs": final_obs}
 
     def load_shard(self, shard: int, state: dict[str, Any]) -> None:

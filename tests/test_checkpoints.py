@@ -265,7 +265,7 @@ def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path
     assert len(told) == 1 and "before an abacus" in told[0] and "threads" not in told[0]
     (kept,) = json.loads((run_dir / "config.json").read_text())["continued"]
     assert kept["global_step"] == 64 and kept["commit"] == "c" and "before an abacus" in kept["changes"][0]
-    assert "sources s, before " in told[0] and (run_dir / "changes-64.diff").read_text() == "+y\n"
+    assert "sources s, before " in told[0]
     assert (run_dir / "model.pt").exists() and rows(run_dir) == interrupted[1][ppo_ddp]
     assert MAY_CHANGE_ON_RESUME < {*RunArgs.__annotations__}
     assert not MAY_CHANGE_ON_RESUME & {"seed", "shards", "checkpoint_every", "eval_every"}
@@ -421,13 +421,12 @@ def test_a_cut_ends_episodes_of_a_replay_buffer():
         rb.add(np.zeros(2, int), np.ones(2), ends, np.zeros(2, bool), obs, {"episode_ended": ends})
     rb.cut()
     rb.start(np.full((2, 2), 100.0))
-    assert (rb.priorities.ravel()[rb._at(np.array([0, 1, 2, 3, 4, 20, 21, 22, 23, 24]))] > 0).all()
-    world.table = None
+    assert (rb.priorities[:, :5] > 0).all()
     batch = rb._batch(np.arange(5), np.arange(5), np.ones(5))
     assert batch.rewards.tolist() == [1.75, 1.75, 1.75, 1.5, 1.0]
     assert batch.discounts.tolist() == [0.125, 0.125, 0.125, 0.25, 0.5]
     assert batch.next_obs[:, 0].tolist() == [3.0, 4.0, 5.0, 5.0, 5.0]
-    ended = rb._batch(np.arange(1), np.array([24]), np.ones(1))
+    ended = rb._batch(np.arange(1), np.array([128 + 4]), np.ones(1))
     assert ended.discounts.tolist() == [0.0] and not rb.truncations[1, 4]
 
 
