@@ -1,13 +1,12 @@
 """Encoders of images: the convolutions that turn an image into features, chosen by the image's size or by name.
 
-A script puts its own hidden layer, of the encoder's `width`, and its heads behind them.
+A script puts its own hidden layer and its heads behind them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -17,18 +16,14 @@ from torch import nn
 Init = Callable[[nn.Conv2d, float], nn.Module]  # a layer and its gain -> the layer, initialised
 
 
-def default_init(layer: nn.Conv2d, gain: float) -> nn.Module:
-    return layer  # with torch's own initialisation
+def image_encoder(
+    space: gym.spaces.Box, network: str = "auto", init: Init = lambda layer, gain: layer
+) -> tuple[nn.Sequential, int, int]:
+    """Layers (B, channels, height, width) -> (B, num_features), num_features, and the width of a hidden layer.
 
-
-class Encoder(NamedTuple):
-    layers: nn.Sequential  # (B, channels, height, width) -> (B, num_features)
-    num_features: int
-    width: int  # of the hidden layer that follows in the encoder's paper
-
-
-def image_encoder(space: gym.spaces.Box, network: str = "auto", init: Init = default_init) -> Encoder:
-    """IMPALA's encoder for `network` "impala"; for "auto" Nature's if images are large, MinAtar's if not."""
+    `network`: "impala", or "auto": Nature's layers if images are large, MinAtar's if not.
+    The width: of the layer that follows in the encoder's paper. `init`: by default as torch does.
+    """
     channels = space.shape[0]
     gain = math.sqrt(2)
     layers: list[nn.Module] = []
@@ -50,7 +45,7 @@ def image_encoder(space: gym.spaces.Box, network: str = "auto", init: Init = def
     encoder = nn.Sequential(*layers, nn.Flatten()).to(memory_format=torch.channels_last)
     with torch.no_grad():
         num_features = encoder(torch.zeros(1, *space.shape)).shape[1]
-    return Encoder(encoder, num_features, width)
+    return encoder, num_features, width
 
 
 def is_large(space: gym.spaces.Box) -> bool:

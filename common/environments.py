@@ -43,8 +43,8 @@ class Episode(NamedTuple):
 class EpisodeStatistics:
     """Return (of unchanged rewards) and length of every whole episode of the local environments.
 
-    A lost life does not end an Atari game: EnvPool reports its end, and ALE's frame counter falls there.
-    `family`: "ALE" or "envpool"; of other simulators no infos are read.
+    An Atari game does not end with a life. `family`: of simulators other than "ALE" and "envpool" no
+    infos are read.
     """
 
     def __init__(self, shards: list[slice], family: str) -> None:
@@ -64,7 +64,8 @@ class EpisodeStatistics:
         if self.family == "envpool":
             dones = infos["game_over"]
         elif self.family == "ALE":
-            dones = truncations | (terminations & (infos["episode_frame_number"] < self.frames))
+            ended = infos["episode_frame_number"] < self.frames  # not where a life was lost
+            dones = truncations | (terminations & ended)
             self.frames[:] = infos["episode_frame_number"]
         for i in np.flatnonzero(dones):
             self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
@@ -74,24 +75,21 @@ class EpisodeStatistics:
 
     def pop(self) -> list[dict[str, float]]:
         """For each shard, sums over its episodes that ended since the last call."""
-        sums = [{"return": 0.0, "length": 0, "episodes": 0} for _ in self.shards]
+        sums = np.zeros((len(self.shards), 3))
         for episode_return, length, i in self.finished:
             shard = next(k for k, envs in enumerate(self.shards) if i < envs.stop)
-            sums[shard]["return"] += episode_return
-            sums[shard]["length"] += length
-            sums[shard]["episodes"] += 1
+            sums[shard] += episode_return, length, 1
         self.finished = []
-        return sums
+        return [dict(zip(("return", "length", "episodes"), row, strict=True)) for row in sums]
 
 
 class Environments(VectorWrapper):
     """Environments with global indices and a seed each; rewards and observations must be finite.
 
     Images are (channels, height, width): views, if the simulator has `channels_last`.
-    `atari`: Atari games in C++, with `stack` frames in an observation, oldest first;
-    after a reset these are copies of the first (`repeats_first`), or zeros.
-    `shards`: the environments of each shard. `episodes`: statistics since the start.
-    `open_environments` sets `world` and `evaluation` (None if this rank plays no part of it).
+    `atari`: Atari games in C++, with `stack` frames in an observation, oldest first; after a reset
+    these are copies of the first (`repeats_first`), or zeros. `shards`: the environments of each shard.
+    `episodes`: statistics since the start. `evaluation`: None if this rank plays no part of it.
     `first_episode`: of the last evaluation, on the rank that played it.
     """
 
@@ -114,9 +112,8 @@ class Environments(VectorWrapper):
         self.repeats_first = family == "envpool"
         self.channels_last = channels_axis(space, family, self.atari) == 2
         if self.channels_last:
-            low = np.moveaxis(space.low, -1, 0)
-            high = np.moveaxis(space.high, -1, 0)
-            self.single_observation_space = gym.spaces.Box(low, high, dtype=space.dtype)
+            bounds = [self._channels_first(x) for x in (space.low, space.high)]
+            self.single_observation_space = gym.spaces.Box(*bounds, dtype=space.dtype)
 
     def storage(self, *shape: int) -> np.ndarray:
         """Zeros (*shape, *observation's shape), with the memory layout of the simulator's observations."""
@@ -260,7 +257,7 @@ def make_envs(
     own = {"life_loss": life_loss and domain == TRAINING, "one_episode": domain == EVALUATION}
     try:
         envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, **own)
-    except (gym.error.Error, ImportError, OSError) as error:  # OSError: a missing ROM, say
+    except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
         reason = one_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:  # None for a user's module
             reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"

@@ -17,8 +17,7 @@ class Pool(VectorEnv):
 
     EnvPool takes seeds only when it makes environments, so `reset` makes them anew.
     A dictionary of vectors and numbers is observed as one vector, in the order of its keys.
-    Of an Atari game, `game_over` in the infos shows where the whole game ended; with `life_loss`
-    a lost life terminates, and the game goes on.
+    `game_over` in the infos shows where an Atari game ended; with `life_loss` a lost life terminates.
     Raises `gym.error.Error` for a task that EnvPool cannot make, and for one of several players.
     """
 
@@ -32,8 +31,6 @@ class Pool(VectorEnv):
         self.num_envs = num_envs
         if draws:
             options = options | {"render_mode": "rgb_array"}
-        # JSON has no tuples
-        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
         threads = min(num_threads, num_envs)
         self.make = functools.partial(envpool.make_gymnasium, task, num_threads=threads, **options)
         try:

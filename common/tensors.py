@@ -45,13 +45,15 @@ def upload(nest: Any, device: torch.device) -> Any:
         return nest
     tensors = [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
     tensors = [x if is_dense(x) else x.contiguous() for x in tensors]
-    ends = np.cumsum([-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors], dtype=int).tolist()
+    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
 
     def unpacked(memory: torch.Tensor) -> list[torch.Tensor]:
-        parts = [memory[start : start + x.nbytes] for start, x in zip([0, *ends], tensors, strict=False)]
-        return [part.view(x.dtype).as_strided(x.shape, x.stride()) for part, x in zip(parts, tensors, strict=True)]
+        views = []
+        for x, part in zip(tensors, memory.split(sizes), strict=True):
+            views.append(part[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride()))
+        return views
 
-    packed = torch.empty(sum(ends[-1:]), dtype=torch.uint8, pin_memory=True)
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for part, x in zip(unpacked(packed), tensors, strict=True):
         part.copy_(x)
     uploaded = iter(unpacked(packed.to(device, non_blocking=True)))
