@@ -361,12 +361,7 @@ def learning_batch(
 
 
 def collect(
-    args: Args,
-    run: Run,
-    agent: Agent,
-    policy: Acting,
-    generator: torch.Generator,
-    obs_moments: RunningMoments,
+    args: Args, run: Run, agent: Agent, policy: Acting, generator: torch.Generator, obs_moments: RunningMoments
 ) -> Iterator[list[Rollout]]:
     """Yield rollouts of `num_steps` steps for ever, one for each shard of this process.
 
@@ -553,16 +548,12 @@ def train(args: Args, run: Run) -> None:
         return agent.mode(policy.by_module(obs_moments.normalized(obs)))
 
     experience = collect(args, run, agent, policy, generator, obs_moments)
-    initial_rates = [group["lr"] for group in optimizer.param_groups]
-    initial_aux_rates = [group["lr"] for group in aux_optimizer.param_groups]
     phase_returns = deque(maxlen=args.n_pi)
     run.load_or_start(act, num_iterations * batch_size, anneal_lr=args.anneal_lr)  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        for group, rate in zip(optimizer.param_groups, initial_rates, strict=True):
-            group["lr"] = fraction * rate
-        for group, rate in zip(aux_optimizer.param_groups, initial_aux_rates, strict=True):
-            group["lr"] = fraction * rate
+        for group in [*optimizer.param_groups, *aux_optimizer.param_groups]:
+            group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective
