@@ -13,28 +13,15 @@ from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.distributed import World
-from common.errors import BadInput, one_line
+from common.errors import BadInput, Fault, one_line
 from common.memory import SLOT
-from common.tensors import is_dense, to_tensor
-
-
-def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: World) -> Callable[..., np.ndarray]:
-    """`function` of arrays (n, ...), called with each shard's slice alone -> its results, one after another."""
-    if not world.sharded:
-        return function
-
-    def apply(*inputs: np.ndarray) -> np.ndarray:
-        parts = [[to_tensor(x[shard]).numpy() for x in inputs] for shard in shards]
-        return np.concatenate([function(*part) for part in parts])
-
-    return apply
+from common.tensors import is_dense
 
 
 class Gradients:
@@ -43,7 +30,7 @@ class Gradients:
     `compiles`: whether a loss and its gradient are to become one graph; `note` prints where that fails.
     """
 
-    def __init__(self, world: World, compiles: bool, note: Callable[[str], None]) -> None:
+    def __init__(self, world: World, compiles: bool = False, note: Callable[[str], None] = print) -> None:
         self.world = world
         self.compiles = compiles
         self.note = note
@@ -104,6 +91,8 @@ class Gradients:
         stats.append(shard_stats)
         if earlier and not isinstance(loss, DDP):
             used = [p for p in parameters if p.grad is not None]
+            if any(shard.keys() != set(used) for shard in self.earlier):
+                raise Fault("a loss uses a parameter for one shard and not for another: use it at every call.")
             gradients = [p.grad for p in used]
             self._add_earlier(used, gradients)
             torch._foreach_div_(gradients, self.world.num_shards)
@@ -181,9 +170,9 @@ def require_same_on_any_process(loss: nn.Module) -> None:
     """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
     for name, module in loss.named_modules():
         fault = ""
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU):
             fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
-        elif isinstance(module, nn.modules.batchnorm._NormBase):
+        elif getattr(module, "track_running_stats", False):  # as of nn.BatchNorm2d
             fault = "keeps statistics of each process alone; take nn.LayerNorm"
         if fault and module.training:
             name = name.removeprefix("module.")
