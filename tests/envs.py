@@ -98,25 +98,6 @@ class SlowCartPole(CartPoleEnv):
         return super().step(action)
 
 
-class Odd(gym.Env):
-    """Spaces that no script supports."""
-
-    def __init__(self, observation_space, action_space):
-        self.observation_space, self.action_space = observation_space, action_space
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
-def shifted():
-    """CartPole whose actions are 5 and 6."""
-    return gym.wrappers.TransformAction(CartPoleEnv(), lambda action: action - 5, gym.spaces.Discrete(2, start=5))
-
-
 class Dots(gym.Env):
     """A 10 x 10 x 2 boolean image, one half lit; acting on that side gives 1. 20 steps long."""
 
@@ -228,8 +209,6 @@ def turned(**kwargs):
     return gym.wrappers.TransformObservation(env, lambda obs: np.moveaxis(obs, -1, 0).copy(), space)
 
 
-vector = gym.spaces.Box(-1, 1, (3,), np.float32)
-choice = gym.spaces.Discrete(2)
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
 gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
 gym.register("NoisyPendulum-v0", NoisyPendulum, max_episode_steps=10)
@@ -242,22 +221,5 @@ gym.register("Counting-v0", Counting)
 gym.register("Drawn-v0", Drawn)
 gym.register("TurnedDrawn-v0", turned)
 gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
-gym.register("Shifted-v0", shifted, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
 gym.register("Strict-v0", Strict)
-for name, spaces in {
-    "DiscreteObs": (choice, choice),
-    "DictObs": (gym.spaces.Dict(x=vector), choice),
-    "TupleObs": (gym.spaces.Tuple([vector]), choice),
-    "MatrixObs": (gym.spaces.Box(-1, 1, (3, 3), np.float32), choice),
-    "CubeImage": (gym.spaces.Box(0, 255, (10, 10, 10), np.uint8), choice),
-    "MiddleImage": (gym.spaces.Box(0, 255, (64, 3, 64), np.uint8), choice),
-    "HugeBox": (vector, gym.spaces.Box(-1e30, 1e30, (2,), np.float32)),
-    "TinyImage": (gym.spaces.Box(0, 1, (2, 9, 1), np.float32), choice),
-    "NarrowImage": (gym.spaces.Box(0, 1, (1, 10, 2), np.float32), choice),
-    "MultiDiscrete": (vector, gym.spaces.MultiDiscrete([2, 2])),
-    "OpenBox": (vector, gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)),
-    "ImageBox": (gym.spaces.Box(0, 1, (9, 9, 3), np.float32), vector),
-    "IntBox": (vector, gym.spaces.Box(0, 5, (2,), np.int64)),
-}.items():
-    gym.register(f"{name}-v0", Odd, kwargs={"observation_space": spaces[0], "action_space": spaces[1]})

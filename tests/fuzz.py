@@ -46,17 +46,8 @@ import torch
 import tyro
 from torch.utils._pytree import tree_leaves
 
-from common import (
-    acting,
-    distributed,
-    environments,
-    machine,
-    normalization,
-    replay,
-    shards,
-    simulators,
-)
-from common.run import checkpoint, loop
+from common import acting, distributed, environments, replay, shards
+from common.run import checkpoint
 from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run
 
 LEAST = 20  # gradient steps of a draw that counts
@@ -321,48 +312,13 @@ def tip() -> float:
     return 1 + 1e-6 * int(os.environ.get("WORLD_SIZE", 1))
 
 
-def break_threads() -> None:
-    machine.threadpool_limits = lambda *_: None
-
-
-def break_alignment() -> None:
-    for module in (acting, loop, replay, shards):
-        module.to_tensor = torch.from_numpy
-
-
 def break_acting() -> None:
     act = acting.Acting.__call__
     acting.Acting.__call__ = lambda self, *inputs: act(self, *inputs) * tip()
 
 
-def break_normaliser() -> None:
-    std = normalization.RunningMoments.std.fget
-    normalization.RunningMoments.std = property(lambda self: std(self) * tip())
-
-
-def break_advantages() -> None:
-    standardized = normalization.standardized
-    normalization.standardized = lambda *args: [x * tip() for x in standardized(*args)]
-
-
 def break_tree() -> None:
     shards.tree_sum = lambda parts: [sum(x[1:], x[0]) for x in zip(*parts, strict=True)]
-
-
-def break_masses() -> None:
-    sum_blocks = replay.ReplayBuffer._sum_blocks
-
-    def broken(self) -> None:
-        sum_blocks(self)
-        # more than a rounding: a mass decides only on which side of a border between two places a point falls
-        self.block_sums[0] = self.priorities[0].sum() * (1 + 0.01 * int(os.environ.get("WORLD_SIZE", 1)))
-
-    replay.ReplayBuffer._sum_blocks = broken
-
-
-def break_evaluation() -> None:
-    evaluate = loop.evaluate
-    loop.evaluate = lambda act, *rest: evaluate(lambda obs: act(obs) * type(obs[0].flat[0])(tip()), *rest)
 
 
 def break_generator() -> None:
@@ -393,49 +349,6 @@ def break_names() -> None:
     environments.EpisodeStatistics.step = broken
 
 
-def break_last_observation() -> None:
-    def broken(self, action):
-        obs, *rest = self.env.step(action)
-        return np.asarray(obs, self.observation_space.dtype), *rest
-
-    simulators.Simulator.step = broken
-
-
-def break_last_step() -> None:
-    """A run that was shorter keeps its last step."""
-    start = loop.Run.load_or_start
-
-    def broken(self, act, last_step, **schedules):
-        start(self, act, last_step, **schedules)
-        kept = Path(self.args.run_dir, "last_step")
-        if self.world.rank == 0 and not kept.exists():
-            kept.write_text(str(last_step))
-        self.world.gather([])
-        self.last_step = int(kept.read_text())
-
-    loop.Run.load_or_start = broken
-
-
-def break_infos() -> None:
-    """Rank 0 alone takes its infos for rewards."""
-    step = environments.Environments.step
-
-    def broken(self, actions):
-        obs, rewards, *ends, infos = step(self, actions)
-        if self.world.rank == 0 and "lives" in infos:
-            rewards = rewards + infos["lives"]
-        return obs, rewards, *ends, infos
-
-    environments.Environments.step = broken
-
-
-VALUES = """
-_value = Agent.value
-def value(self, *inputs):
-    import fuzz
-    return _value(self, *inputs) * (1.0 if torch.is_grad_enabled() else fuzz.tip())
-Agent.value = value
-"""
 BREAKS = {name.removeprefix("break_"): x for name, x in globals().items() if name.startswith("break_")}
 
 
@@ -495,7 +408,7 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
             BREAKS[broken]()
         assert_aligned()
         share = distributed.share_memory  # also by more ranks than cores
-        distributed.share_memory = lambda store, rank, size, _, refusal: share(store, rank, size, range(8), refusal)
+        distributed.share_memory = lambda rank, size, _, fault: share(rank, size, {*range(8)}, fault)
         sys.argv = [script, *words]
         runpy.run_path(script, run_name="__main__")
         os._exit(0)
@@ -606,12 +519,11 @@ def command(draw: Draw, threads: str, start: Start, script: Path, run_dir: Path)
     return ["env", *variables, "PYTHONPATH=.:tests", *python, str(script), *words_of(draw, start, run_dir)]
 
 
-def script_of(draw: Draw, folder: Path, broken: str) -> Path:
+def script_of(draw: Draw, folder: Path) -> Path:
     """Write the script with the draw's edit."""
     script = folder / f"{draw.script}_ddp.py"
     source = edited(script.name, (ROOT / script.name).read_text(), *draw.changes)
     added = EDITS[draw.edit][draw.script] if draw.edit else ""
-    added += VALUES if broken == "values" and draw.script in ("ppo", "ppg") else ""
     end = '\n\nif __name__ == "__main__":'
     assert end in source
     script.write_text(source.replace(end, f"\n{added}{end}"))
@@ -656,7 +568,7 @@ def tried(draw: Draw, servers: Servers, broken: str = "") -> str:
     """Run all launches -> "same", "refused", "short", or what parts."""
     with tempfile.TemporaryDirectory() as name:
         folder, runs = Path(name), []
-        script = script_of(draw, folder, broken)
+        script = script_of(draw, folder)
         if draw.loads:
             made = run_of(draw, "1", [start_of_model(draw)], script, folder / "model", servers, broken)
             if made.code:
@@ -704,7 +616,7 @@ class Args:
 
 
 def main(args: Args) -> int:
-    deadline, counts, results = time.monotonic() + 60 * args.minutes, {}, Counter()
+    deadline, results = time.monotonic() + 60 * args.minutes, Counter()
     numbers = iter(range(args.first, args.draws) if args.only is None else [args.only])
     servers, lock = Servers(), Lock()
 
@@ -718,7 +630,7 @@ def main(args: Args) -> int:
             draw, begun = drawn(args.seed, number), time.monotonic()
             result = tried(draw, servers, args.broken)
             with lock:
-                report(draw, result, time.monotonic() - begun, args, counts, results, servers)
+                report(draw, result, time.monotonic() - begun, args, results, servers)
 
     try:
         with ThreadPoolExecutor(args.at_once) as pool:
@@ -726,23 +638,17 @@ def main(args: Args) -> int:
                 future.result()
     finally:
         servers.close()
-    for name, values in sorted(counts.items()):
-        print(f"{name}: {', '.join(f'{value} {number}' for value, number in sorted(values.items()))}")
     print(", ".join(f"{number} {name}" for name, number in results.items()), f"(seed {args.seed})")
     return int(results["parts"] > 0)
 
 
-def report(
-    draw: Draw, result: str, seconds: float, args: Args, counts: dict[str, Counter], results: Counter, servers: Servers
-) -> None:
+def report(draw: Draw, result: str, seconds: float, args: Args, results: Counter, servers: Servers) -> None:
     """Print and count what a draw gave; where it parts, the commands that show it again, with fewer flags."""
     kind = result if result in ("same", "refused", "short") else "parts"
     results[kind] += 1
     about = f"draw {draw.number}: {draw.script}{' ' + draw.edit if draw.edit else ''}, {seconds:.1f} s"
     if kind != "parts":
         print(f"{about}: {kind}", flush=True)
-        if kind == "same":
-            count_values(draw, counts)
         return
     print(f"{about}: {result}", flush=True)
     if args.broken:
@@ -759,25 +665,6 @@ def report(
             print("    ", shlex.join(words) + killed)
     if draw.edit:
         print(f"    with these lines before the last two of the script:{EDITS[draw.edit][draw.script]}", flush=True)
-
-
-def count_values(draw: Draw, counts: dict[str, Counter]) -> None:
-    """Add what a draw had, name by name, except what has many values."""
-    many = {"seed", "total-timesteps", "eval-every", "learning-starts", "buffer-size", "log-every", "checkpoint-every"}
-    many |= {"check-sync-every", "env-kwargs", "num-steps", "stop-at-return", "shape", "actions"}
-    options = json.loads(draw.flags["env-kwargs"])
-    values = {
-        name: "on" if value == "" else value for name, value in (draw.flags | options).items() if name not in many
-    }
-    values |= {"script": draw.script, "edit": draw.edit or "none", "processor": draw.processor}
-    values |= {"launched as a user does": draw.real, "loads a model": draw.loads}
-    values |= {"processes": draw.launches[1].processes, "actions": options.get("action_dtype", "discrete")}
-    twice = [x for x in draw.launches if x.ending]
-    values["started twice"] = "".join(f"{x.ending}, on {x.before}, then {x.processes}" for x in twice) or "no"
-    values["quirks"] = "; ".join(name for x in draw.launches for name in x.quirks) or "none"
-    values["OMP_NUM_THREADS"] = ", then ".join(launch.threads or "unset" for launch in draw.launches)
-    for name, value in values.items():
-        counts.setdefault(name, Counter())[str(value)] += 1
 
 
 if __name__ == "__main__":

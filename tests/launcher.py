@@ -17,13 +17,10 @@ import time
 import torch
 
 from common import distributed, watchdog
-from common.errors import BadInput
 from common.run import checkpoint, logger
 from common.run.launch import launch
 
 FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
-
-
 NETWORKS = (*FIRST_NETWORK, "Critics")
 
 
@@ -83,12 +80,6 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
                         parameter *= 1 + 1e-6
 
             network.__init__ = rounded
-    if kind == "refuse" and here:
-
-        def refuse(*args, **kwargs):
-            raise BadInput("--env-id refused on purpose")
-
-        module.open_environments = refuse
     if kind == "rows":  # a layer's result for one row depends on how many there are, as it may on some processor
         depend_on_rows()
     if kind in ("copies", "views"):

@@ -126,22 +126,6 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
     assert "--resume" in record["command"] and record["seconds"] >= float(rows[-1]["time/wall"]) - 0.1
 
 
-def test_filter_dry_run_and_cores(tmp_path, capsys):
-    """--filter takes names with all its parts; --dry-run shows commands; a run wider than --cores is refused."""
-    folders = {"results": tmp_path / "results", "work": tmp_path / "work"}
-    wanted = ("ppo_ddp", "CartPole", "w2")
-    assert runner.main(runner.Args("classic", filter=wanted, dry_run=True, **folders)) == 0
-    flags = "--total-timesteps 200000 --eval-every 10000"
-    assert capsys.readouterr().out.splitlines() == [
-        "python -m torch.distributed.run --standalone --nproc_per_node=2 ppo_ddp.py --env-id CartPole-v1"
-        f" --seed {seed} {flags} --run-dir {tmp_path}/work/classic/CartPole-v1__ppo_ddp__w2__s{seed}"
-        for seed in (1, 2)
-    ]
-    with pytest.raises(BadInput, match="--cores 1: CartPole-v1__ppo_ddp__w2__s1 needs 2"):
-        runner.main(runner.Args("classic", filter=wanted, cores=1, **folders))
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, capsys):
     """Refused with what to do; in another folder, or by --replace, it runs. Untouched otherwise."""
     monkeypatch.chdir(tmp_path)
@@ -214,16 +198,6 @@ def test_a_tree_is_compared_with_a_commit(tmp_path, monkeypatch, capsys):
     order = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
     assert order == [[seconds, "3"] for seconds in "122112"]
     assert not any((tmp_path / "temporary").iterdir())
-
-
-def test_the_buffer_is_timed():
-    """Row 9 runs to its end, here with 256 transitions instead of a million."""
-    code = "from benchmark.speed import replay_latency; replay_latency(1, 16)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=speed.ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.strip().splitlines()[1:]
-    assert [line.split()[0] for line in lines] == ["sample", "update"]
-    assert all(float(line.split()[1]) > 0.0 for line in lines)
 
 
 @pytest.mark.parametrize("suite", ["scaling", *(suite for suite in SUITES if (RESULTS / suite).exists())])

@@ -34,28 +34,17 @@ BATCH = {("step", "loss"): "up", ("loss", "step"): "down"}  # the weights that a
 NOISE = BATCH | {("step", "loss"): "up up"}  # the batch, then the noise of its actions
 CASES = {
     "ppo": (ppo_ddp, PPO, STEPS),
-    "ppo box, shards": (ppo_ddp, PPO | PENDULUM | SHARDS | {"norm_obs": True, "target_kl": 0.02}, STEPS),
-    "ppo images": (ppo_ddp, PPO | MINATAR, LOOKS),
-    "ppo images, shards": (
-        ppo_ddp,
-        PPO | MINATAR | SHARDS | {"norm_adv": "batch"},
-        LOOKS | {("step", "step"): "up up down"},
-    ),
+    "ppo shards": (ppo_ddp, PPO | PENDULUM | SHARDS | {"norm_obs": True, "target_kl": 0.02}, STEPS),
+    "ppo images": (ppo_ddp, PPO | MINATAR | {"norm_adv": "batch"}, LOOKS),
     "ppg": (ppg_ddp, PPG, STEPS | AUX),
-    "ppg images": (ppg_ddp, PPG | MINATAR, LOOKS | AUX),
     "dqn": (dqn_ddp, REPLAY, BATCH),
     "dqn prioritized": (
         dqn_ddp,
         REPLAY | SHARDS | {"prioritized": True, "n_step": 3, "double_q": True, "dueling": True, "max_grad_norm": 1.0},
         {("step", "loss"): "up", ("loss", "step"): "down down down"},  # with the TD errors of each shard
     ),
-    "dqn images": (
-        dqn_ddp,
-        REPLAY | MINATAR | {"start_e": 0.0},
-        {("step", "loss"): "up", ("loss", "step"): "up down"},
-    ),
+    "dqn images": (dqn_ddp, REPLAY | MINATAR | {"start_e": 0.0}, BATCH | {("loss", "step"): "up down"}),
     "sac": (sac_ddp, REPLAY | PENDULUM, NOISE | {("loss", "loss"): "up"}),
-    "sac shards": (sac_ddp, REPLAY | PENDULUM | SHARDS | {"policy_frequency": 3, "autotune": False}, NOISE),
 }
 
 

@@ -24,7 +24,6 @@ SECOND += "    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)\n"
 SECOND += "    run.register(value_optimizer=value_optimizer)\n"
 ZERO = "                optimizer.zero_grad()\n"
 STEP = "                optimizer.step()\n"
-LAST_LAYER = "layer_init(nn.Linear(64, 64)), nn.Tanh()"
 LOSS = "        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss\n"
 TERM = "        activity = (features**2).mean()\n"
 TERM += LOSS.replace("\n", " + 0.01 * activity\n")
@@ -34,13 +33,6 @@ SET = "        rollout_start = time.perf_counter()\n"
 
 CHANGES = {
     "AdamW": ("ppo", (ADAM, ADAM.replace("Adam(", "AdamW(").replace("fused=True", "weight_decay=0.1"))),
-    "RMSprop": (
-        "dqn",
-        (
-            "torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)",
-            "torch.optim.RMSprop(parameters)",
-        ),
-    ),
     "SGD with momentum": (
         "sac",
         ("torch.optim.Adam(parameters, lr=args.q_lr, fused=True)", "torch.optim.SGD(parameters, 1e-3, 0.9)"),
@@ -73,10 +65,7 @@ CHANGES = {
         ),
         (SET, f"        q_network.factor = 1.0 + global_step / 32\n{SET}"),
     ),
-    "LayerNorm, ppo": ("ppo", (LAST_LAYER, f"{LAST_LAYER}, nn.LayerNorm(64)")),
-    "LayerNorm, ppg": ("ppg", (LAST_LAYER, f"{LAST_LAYER}, nn.LayerNorm(64)")),
-    "LayerNorm, dqn": ("dqn", ("self.num_features), nn.ReLU()]", "self.num_features), nn.LayerNorm(120)]")),
-    "LayerNorm, sac": ("sac", ("256), nn.ReLU()\n", "256), nn.LayerNorm(256), nn.ReLU()\n")),
+    "LayerNorm": ("sac", ("256), nn.ReLU()\n", "256), nn.LayerNorm(256), nn.ReLU()\n")),
     "a shared trunk": (
         "ppo",
         ("self.value_trunk = None if self.trunk.image else Trunk(obs_space, network)", "self.value_trunk = None"),

@@ -172,17 +172,16 @@ def test_a_hundred_short_runs_end_well(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_at_random_moments(number, tmp_path):
-    """15 times each, to torchrun, in whatever the ranks then do: rollout, update, auxiliary phase, evaluation."""
-    chance = random.Random(int(number))
-    for trial in range(15):
+def test_signals_at_random_moments(tmp_path):
+    """30, to torchrun, in whatever the ranks then do: rollout, update, auxiliary phase, evaluation."""
+    chance = random.Random(1)
+    for trial in range(30):
         script, flags = (("ppg_ddp.py", f"{LONG} {PHASES}"), ("sac_ddp.py", LONG_REPLAY))[trial % 2]
         flags += " --vectorization async" if trial % 3 == 0 else ""
         process, family = begin(script, 2, flags, tmp_path / str(trial), launched=False)
         time.sleep(chance.uniform(0, 2))
         family = descendants(process)
-        process.send_signal(number)
+        process.send_signal(chance.choice([signal.SIGINT, signal.SIGTERM]))
         run = ended(process, family, tmp_path / str(trial))
         assert run.code != 0 and "Aborted" not in run.err
 
@@ -198,12 +197,3 @@ def test_a_rank_lost_at_random_moments(kind, tmp_path):
         flags += " --vectorization async" if trial % 5 == 0 else ""
         process, family = begin(script, 2, flags, tmp_path / str(trial), LOCKSTEP_FAULT=fault)
         assert ended(process, family, tmp_path / str(trial)).code == 1
-
-
-@pytest.mark.slow
-def test_no_rank_outlives_a_killed_launcher(tmp_path):
-    """SIGKILL of torchrun itself, five times."""
-    for trial in range(5):
-        process, family = begin("ppo_ddp.py", 2, f"{LONG} --vectorization async", tmp_path / str(trial), launched=False)
-        process.kill()
-        assert ended(process, family, tmp_path / str(trial)).code == -signal.SIGKILL

@@ -11,9 +11,8 @@ import time
 
 import pytest
 
-from chaos import assert_same
 from elastic import ELASTIC, elastic, two_namespaces
-from runs import PATIENCE, ROOT, Run, edited, finish, free_port, start, wait_until
+from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run, start, wait_until
 from test_output import wandb_history, wandb_records
 
 
@@ -78,11 +77,10 @@ def init(id, resume, **_):
 """
 
 
-@pytest.mark.parametrize("there", [3, 11], ids=["less than the checkpoint", "more than the checkpoint"])
-def test_wandb_is_sent_what_it_lacks(there, tmp_path):
+def test_wandb_is_sent_what_it_lacks(tmp_path):
     """A run that goes on online sends each row that wandb lacks, once, under its number in metrics.csv."""
     (tmp_path / "wandb.py").write_text(STUB)
-    flags, sent = f"{TRACKED} --run-dir {tmp_path / 'run'}", tmp_path / "sent"
+    flags, sent, there = f"{TRACKED} --run-dir {tmp_path / 'run'}", tmp_path / "sent", 3  # rows
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SENT": str(sent)}
     fault = {"LOCKSTEP_FAULT": "kill@0@33", "THERE": "0"}
     assert finish(start("ppo_ddp.py", 1, flags, launched=True, **fault, **env), tmp_path / "run").code == -9
@@ -102,17 +100,11 @@ def test_wandb_is_sent_what_it_lacks(there, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_lost_and_comes_back(tmp_path):
-    """Killed while both train: the first goes on alone, then both again, to the bytes of a run on one process."""
-    assert elastic("brief", 1, 1, tmp_path, kinds=("kill",)) == ["kill"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
 def test_nodes_come_and_go(case, seed, tmp_path):
-    """Five losses at random moments; seeds from 3 on between two network namespaces, where a node is also cut off."""
-    if seed < 3:
+    """Five losses at random moments; with seed 2 between two network namespaces, where a node is also cut off."""
+    if seed == 1:
         assert elastic(case, 5, seed, tmp_path)
         return
     if os.geteuid() != 0 or subprocess.run(["ip", "netns"], capture_output=True).returncode != 0:
@@ -150,12 +142,9 @@ def test_slurm_requeues_the_script_of_the_docs(tmp_path):
     nodes train, then on one node to the end; the bytes are those of one process that nobody ended."""
     flags = "--num-steps 32 --total-timesteps 4096 --eval-every 0 --save-model"
     script, run_dir = block_of("resume.md", "scontrol requeue"), tmp_path / "run"
-    sizes = {
-        "--nproc_per_node=4": "--nproc_per_node=1",
-        "29400": str(free_port()),
-        "--num-envs 64": f"--num-envs 8 {flags}",
-    }
-    sizes |= {"1000000": "512", "runs/a": str(run_dir), "ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py"}
+    sizes = {"--nproc_per_node=4": "--nproc_per_node=1", "29400": str(free_port())}
+    sizes |= {"--num-envs 64": f"--num-envs 8 {flags}", "1000000": "512", "runs/a": str(run_dir)}
+    sizes |= {"ppo_ddp.py": f"{ROOT}/tests/launcher.py ppo_ddp.py"}
     script = edited("docs/resume.md", script, *sizes.items())
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "script": script}.items():
         (tmp_path / name).write_text(text)
@@ -186,4 +175,4 @@ def test_slurm_requeues_the_script_of_the_docs(tmp_path):
     flags = f"{flags} --num-envs 8 --shards 8 --checkpoint-every 512 --run-dir {tmp_path / 'calm'}"
     calm = finish(start("ppo_ddp.py", 1, flags, launched=True, LOCKSTEP_DTYPE="float32"), tmp_path / "calm")
     assert calm.code == 0, calm.err
-    assert_same(calm, Run(0, "", "", run_dir))
+    assert same_run(calm, Run(0, "", "", run_dir)) == ""

@@ -1,7 +1,6 @@
 """Ids `envpool/...`: the same contract; and --env-kwargs and --network, which Procgen needs."""
 
 import sys
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -14,7 +13,6 @@ import ppg_ddp
 import ppo_ddp
 from common.environments import EVALUATION, TRAINING, make_envs
 from common.errors import BadInput
-from common.pool import Pool
 from common.replay import ReplayBuffer
 from runs import run
 from test_replay import FakeWorld
@@ -40,27 +38,23 @@ CHEETAH = "--env-id envpool/HalfCheetah-v5 --num-envs 4 --batch-size 64 --total-
 CHEETAH += """ --log-every 200 --eval-every 280 --eval-episodes 3 --env-kwargs {"max_episode_steps":100}"""
 CARTPOLE = "--env-id envpool/CartPole-v1 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 CARTPOLE += " --eval-episodes 6"
-CASES = {
-    "ppo cartpole": ("ppo_ddp.py", CARTPOLE),
-    "ppo starpilot": ("ppo_ddp.py", f"{STARPILOT} --total-timesteps 64 --num-steps 8 --network impala"),
-    "ppg starpilot": (
-        "ppg_ddp.py",
-        f"{STARPILOT} --total-timesteps 128 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 4",
-    ),
-    "dqn breakout": ("dqn_ddp.py", f"{BREAKOUT} --prioritized"),
-    "sac halfcheetah": ("sac_ddp.py", CHEETAH),
-}
-MARKS = {"ppo starpilot": PROCGEN, "ppg starpilot": PROCGEN, "sac halfcheetah": pytest.mark.slow}
-MARKED = [pytest.param(case, marks=[MARKS[case]] if case in MARKS else []) for case in CASES]
+PHASES = "--total-timesteps 128 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 4"
 
 
-@pytest.mark.parametrize("case", MARKED)
-def test_the_same_bytes_on_one_process_and_two(case, tmp_path):
-    script, flags = CASES[case]
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_ddp.py", CARTPOLE),
+        pytest.param("ppg_ddp.py", f"{STARPILOT} {PHASES} --network impala", marks=PROCGEN),
+        ("dqn_ddp.py", BREAKOUT),
+        pytest.param("sac_ddp.py", CHEETAH, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_bytes_on_one_process_and_two(script, flags, tmp_path):
     same_bytes(script, 2, flags, (1, 2), tmp_path)
 
 
-IDS = ["CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "CheetahRun-v1", "Breakout-v5", "LunarLander-v3"]
+IDS = ["CartPole-v1", "HalfCheetah-v5", "CheetahRun-v1", "Breakout-v5"]
 IDS.append(pytest.param("StarpilotEasy-v0", marks=PROCGEN))
 
 
@@ -101,11 +95,10 @@ def test_an_environment_depends_on_its_seed_alone(task):
     assert same(anew[1], played(f"envpool/{task}", [1], steps, checkpoint=2)[1]) and not same(anew[1], three[1])
 
 
-@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
-def test_steps_are_those_of_the_pool_but_for_the_resets(task):
+def test_steps_are_those_of_the_pool_but_for_the_resets():
     """The pool by itself resets in a step more, which is left out here; last observations are kept."""
-    envs = make_envs(f"envpool/{task}", 1, TRAINING, [5], SPACES)
-    raw = envpool.make_gymnasium(task, num_envs=1, seed=envs.seeds.tolist())
+    envs = make_envs("envpool/CartPole-v1", 1, TRAINING, [5], SPACES)
+    raw = envpool.make_gymnasium("CartPole-v1", num_envs=1, seed=envs.seeds.tolist())
     envs.action_space.seed(0)
     np.testing.assert_array_equal(envs.start(), raw.reset()[0])
     ends = 0
@@ -160,23 +153,6 @@ def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
     assert ends[True] >= 5 * ends[False] and max(total for total, _, _ in finished[True]) > 1
 
 
-def test_a_game_with_fewer_lives_than_the_last_one_had_left_is_no_lost_life():
-    """As after a truncation with lives won: the lives to compare with are those of the reset."""
-    pool = Pool("Breakout-v5", 1, 1, {}, life_loss=True)
-    obs, no, yes, lives = np.zeros((1, 4, 84, 84), np.uint8), np.zeros(1, bool), np.ones(1, bool), iter((6, 5, 4))
-
-    def stepped(truncations: np.ndarray) -> tuple:
-        return obs, np.zeros(1), no, truncations, {"lives": np.array([next(lives)])}
-
-    pool.lives = np.array([6])
-    pool.pool = SimpleNamespace(
-        step=lambda _: stepped(yes), reset=lambda ids: (obs, {"lives": np.array([next(lives)])})
-    )
-    assert not pool.step(no)[2][0] and pool.lives.tolist() == [5]
-    pool.pool.step = lambda _: stepped(no)
-    assert pool.step(no)[2][0]
-
-
 def test_options_reach_the_simulator():
     """EnvPool's, gymnasium's, ALE's own and MuJoCo's."""
 
@@ -191,8 +167,6 @@ def test_options_reach_the_simulator():
     assert first("CartPole-v1", "{}")[1].tolist() == [1, 1]
     assert first("CartPole-v1", '{"sutton_barto_reward": true}')[1].tolist() == [0, 0]
     assert first("ALE/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
-    many = make_envs("envpool/Breakout-v5", 1, TRAINING, [0], SPACES, env_kwargs='{"stack_num": 90}')
-    assert not many.channels_last and many.stack == 90
     assert first("envpool/Breakout-v5", '{"stack_num": 2, "img_height": 40}')[0].shape == (2, 2, 40, 84)
     calm, costly = (first("envpool/Pusher-v5", x)[1] for x in ("{}", '{"dist_cost_weight": 9}'))
     assert (costly < 4 * calm).all() and (calm < 0).all()
@@ -201,19 +175,10 @@ def test_options_reach_the_simulator():
 @pytest.mark.parametrize("env_id, more", [("Pendulum-v1", ',"g":5.0'), ("envpool/Pendulum-v1", "")])
 def test_options_reach_a_runs_training_evaluation_and_films(env_id, more, tmp_path):
     flags = f"--env-id {env_id} --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 2"
-    done = run(
-        "ppo_ddp.py", 1, f'{flags} --capture-video --env-kwargs {{"max_episode_steps":16{more}}}', tmp_path / "run"
-    )
+    flags += f' --capture-video --env-kwargs {{"max_episode_steps":16{more}}}'
+    done = run("ppo_ddp.py", 1, flags, tmp_path / "run")
     assert set(done.column("charts/episodic_length")) == set(done.column("eval/episodic_length")) == {16.0}
     assert len(list((done.dir / "videos").iterdir())) == 2, done.out  # played again to the same return
-
-
-@pytest.mark.parametrize("task", ["CartPole-v1", "Breakout-v5", "HalfCheetah-v5", "CheetahRun-v1", "LunarLander-v3"])
-def test_a_limit_of_steps_that_a_simulator_heeds_is_taken(task):
-    envs = make_envs(f"envpool/{task}", 1, TRAINING, [0], SPACES, env_kwargs='{"max_episode_steps": 3}')
-    envs.start()
-    assert [envs.step(envs.action_space.sample())[3].any() for _ in range(3)] == [False, False, True]
-    envs.close()
 
 
 @PROCGEN
@@ -231,29 +196,13 @@ def test_procgens_levels():
 
 
 REFUSED = {
-    ("envpool/CartPol-v1", "{}"): "--env-id envpool/CartPol-v1: EnvPool cannot make CartPol-v1: ",
+    ("envpool/CartPol-v1", "{}"): "--env-id envpool/CartPol-v1: .*CartPol",
     ("envpool/Chess-v1", "{}"): "--env-id envpool/Chess-v1: EnvPool's Chess-v1 has several players",
-    (
-        "envpool/FrozenLake-v1",
-        "{}",
-    ): r"--env-id envpool/FrozenLake-v1: observation space Discrete\(16\): must be a vector",
-    (
-        "envpool/CartPole-v1",
-        '{"gravity": 1}',
-    ): r'--env-kwargs {"gravity": 1}: .* unexpected keyword argument.* .gravity.$',
-    (
-        "envpool/Breakout-v5",
-        '{"stack_num": 1.5}',
-    ): r"--env-kwargs .*: TypeError: ",
+    ("envpool/CartPole-v1", '{"gravity": 1}'): "--env-kwargs .* unexpected keyword argument",
+    ("envpool/Breakout-v5", '{"stack_num": 1.5}'): "--env-kwargs .*: TypeError: ",
     ("envpool/Breakout-v5", '{"img_height": 2}'): "--env-id envpool/Breakout-v5 --env-kwargs .*3-D Box, at least 3 x 3",
     ("ALE/Pong-v5", '{"game": "breakout"}'): "--env-kwargs .*: game is not to be set here",
-    ("envpool/Sudoku-v0", "{}"): "--env-id envpool/Sudoku-v0: EnvPool cannot make Sudoku-v0: ",
-    ("envpool/Breakout-v5", '{"episodic_life": true}'): "--env-kwargs .*: episodic_life is not to be set here",
-    ("envpool/Hopper-v5", '{"xml_file": "no.xml"}'): "--env-id envpool/Hopper-v5 --env-kwargs .*no.xml",
     ("CartPole-v1", '{"gravity": 1}'): "--env-kwargs .*unexpected keyword argument 'gravity'",
-    ("CartPole-v1", '{"num_envs": 1}'): "--env-kwargs .* multiple values for .*'num_envs'",
-    ("Hopper-v5", '{"max_episode_steps": "a"}'): "--env-kwargs .*max_episode_steps",
-    ("ALE/Pong-v5", '{"gravity": 1}'): "--env-kwargs .*unexpected keyword argument 'gravity'",
 }
 
 
@@ -278,12 +227,6 @@ def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
     with pytest.raises(BadInput, match="^--env-id envpool/Pong-v5: needs a package that is missing: pip install envp"):
         make_envs("envpool/Pong-v5", 1, TRAINING, range(2), SPACES)
-
-
-def test_films(tmp_path):
-    flags = "--num-envs 4 --num-steps 32 --total-timesteps 256 --eval-every 256 --eval-episodes 1 --capture-video"
-    filmed = run("ppo_ddp.py", 1, f"--env-id envpool/CartPole-v1 {flags}", tmp_path / "cartpole", "float32")
-    assert sorted(path.name for path in (filmed.dir / "videos").iterdir()) == ["0.mp4", "256.mp4"]
 
 
 # --network impala

@@ -8,12 +8,10 @@ from tests import faults
 CASES = {f"{case.script}: {case.what}": case for case in faults.all_cases()}
 SOME = (
     "ppo: --num-steps 10",  # refused flags
-    "dqn: --env-id Pendulum-v1",  # refused environments
-    "sac: --env-id :BoxNan-v0",  # faulty environments, in a message and in the user's own traceback
+    "ppo: two ranks: a reward is nan",  # faulty environments, in a message and in the user's own traceback
     "ppo: --env-id :Raises-v0",
-    "ppg: edit: no edit",  # edits that train, and that are told
     "ppo: edit: a loss that is nan",
-    "ppo: disk full at the start",
+    "ppo: disk full",
     "ppo: an environment's process killed",
 )
 

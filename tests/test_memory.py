@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from common.errors import peer_ended
 from common.memory import SLOT, share_memory
-from common.shards import sum_over_ranks, tree_sum
+from common.shards import tree_sum
 from runs import run, same_run
 
 FORKED = multiprocessing.get_context("fork")
@@ -92,18 +91,6 @@ def test_who_waits_for_a_rank_that_has_ended_is_told(end, tmp_path, monkeypatch)
     assert first == [[7.0], [8.0]] and known and seconds < 1.0
 
 
-def test_a_rank_that_waits_burns_no_processor(tmp_path):
-    def wait(memory, rank):
-        if rank == 1:
-            time.sleep(2.0)
-        start = time.process_time()
-        memory.gather(np.zeros(3))
-        return time.process_time() - start
-
-    found, _ = ranks(wait, 2, tmp_path)
-    assert found[0] < 0.4
-
-
 @pytest.mark.parametrize(
     "given, said",
     [
@@ -135,15 +122,6 @@ def test_ranks_that_exchange_unlike_numbers_are_told(tmp_path):
     for where in ("size", "type"):
         (tmp_path / where).mkdir()
         assert ranks(exchange, 2, tmp_path / where)[0] == {0: True, 1: True}
-
-
-def test_gradients_in_half_precision_are_added(tmp_path):
-    def add(memory, rank):
-        buffer = torch.tensor([1.0 + rank, 256.0], dtype=torch.bfloat16)
-        sum_over_ranks(buffer, SimpleNamespace(memory=memory))
-        return buffer.tolist()
-
-    assert ranks(add, 2, tmp_path)[0] == {0: [3.0, 512.0], 1: [3.0, 512.0]}
 
 
 def test_memory_and_sockets_give_the_same_bytes(tmp_path):

@@ -131,16 +131,6 @@ def test_without_auxiliary_phases_it_is_ppo(world_size, env, tmp_path):
     assert all(x.equal(tensors[name]) for name, x in flat(a.model)) and a.model["agent"]
 
 
-@pytest.mark.slow
-def test_soak(tmp_path):
-    """300 short auxiliary phases, asynchronous environments, two threads: no hang, and ranks equal to the end."""
-    flags = "--num-envs 4 --num-steps 8 --n-pi 1 --aux-epochs 2 --num-aux-minibatches 2 --num-minibatches 2"
-    flags += f" --total-timesteps {300 * 8 * 4} --eval-every 3200 --eval-episodes 4 --check-sync-every 320"
-    flags += " --vectorization async --num-threads 2"
-    result = run("ppg_ddp.py", 4, flags, tmp_path / "soak", dtype="float32", within=1500)
-    assert len(result.column("losses/aux/kl_loss")) == 300
-
-
 def test_images_train_and_agree_over_ranks(tmp_path):
     """Two convolutional trunks, booleans in storage: equal at world sizes 1 and 2 in float64."""
     flags = "--env-id tests.envs:Dots-v0 --num-envs 4 --num-steps 8 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 2"

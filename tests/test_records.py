@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ppo_ddp
-from benchmark import compare, plot
+from benchmark import compare
 from benchmark import run as runner
 from common.distributed import World
 from common.run.arguments import parse
@@ -167,30 +167,3 @@ def test_a_suite_of_ones_own(tmp_path):
     assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 2, done.stdout + done.stderr
     new = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path not in before)
     assert [str(path.relative_to(tmp_path)) for path in new] == ["runs/figures/own/CartPole-v1.svg"]
-
-
-def test_runs_of_the_same_bytes_are_one_curve(tmp_path):
-    """Computed from the files: one process and two, where all seeds' rows are the same."""
-    (tmp_path / "pair.py").write_text(
-        "from benchmark.suites import work\n"
-        'SUITE = [work("ppo_ddp.py", "CartPole-v1", "--shards 2", {1: (1, 2), 2: (1, 2)})]\n'
-    )
-    suite = plot.suite_of(str(tmp_path / "pair.py"))
-    folder = tmp_path / "results" / "pair"
-    folder.mkdir(parents=True)
-
-    def write(changed: str) -> dict:
-        for run in plot.runs_of(suite):
-            rows = [(64 * i, i * run.seed, changed if run.world_size == 2 and i == 3 else i, i) for i in range(1, 5)]
-            lines = ["global_step,eval/episodic_return,charts/episodes,time/wall"]
-            lines += [",".join(map(str, row[:3])) + f",{row[3] * run.world_size}" for row in rows]
-            (folder / f"{run.name}.csv").write_text("\n".join(lines) + "\n")
-            (folder / f"{run.name}.json").write_text(json.dumps({"command": run.shown(Path("runs"))}))
-        return plot.load(suite, tmp_path / "results")
-
-    same = write("3")
-    assert [curve.processes for curve in same.values()] == ["1 and 2 processes, the same bytes"]
-    assert "| ppo | 1 and 2 | " in plot.table(same, suite) and "| the same bytes |" in plot.table(same, suite)
-    other = write("3.0")
-    assert [curve.processes for curve in other.values()] == ["1 process", "2 processes"]
-    assert "the same bytes" not in plot.table(other, suite)

@@ -1,16 +1,12 @@
 """One replay buffer over all ranks: the same draws, whatever the number of shards; n-step returns and frame stacks."""
 
-from types import SimpleNamespace
-
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import BadInput
 from common.replay import ReplayBuffer
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -173,30 +169,6 @@ def test_stacks_are_those_of_the_real_atari_environment():
     assert lives > 4 and games > 1
 
 
-def test_images_as_they_lie_in_memory():
-    """Whether simulators give channels first or last, observations are the same, also those of a checkpoint."""
-    rng, space = np.random.default_rng(0), gym.spaces.Box(0, 255, (3, 6, 5), np.uint8)
-    first, last, restored = (
-        ReplayBuffer(24, 2, FakeWorld(0, 1), space, (), np.int64, channels_last=flag) for flag in (False, True, True)
-    )
-    for step in range(20):
-        obs, final_obs = (np.moveaxis(rng.integers(0, 256, (2, 6, 5, 3), np.uint8), -1, 1) for _ in range(2))
-        for buffer in (first, last):
-            if step == 0:
-                buffer.start(obs)
-            truncations = np.array([step % 5 == 4, False])
-            infos = {"final_obs": final_obs, "episode_ended": truncations}
-            buffer.add(np.zeros(2), np.zeros(2), np.zeros(2, bool), truncations, obs, infos)
-    restored.load_state_dict(last.state_dict())
-    restored.load_shard(0, last.shard_state(0))
-    places = np.concatenate([np.arange(12), 128 + np.arange(12)])
-    assert last.observed.strides[2] < last.observed.strides[-1] and len(last.final_obs) == 3
-    batches = [buffer._batch(np.arange(24), places, np.ones(24)) for buffer in (first, last, restored)]
-    for batch in batches[1:]:
-        assert batch.obs.equal(batches[0].obs) and batch.next_obs.equal(batches[0].next_obs)
-    assert batches[0].next_obs.float().std() > 50
-
-
 def test_frequencies_follow_priorities():
     """In the long run a place is drawn in proportion to its priority; weights undo that, over the batch's largest."""
     (buffer,) = shards(1, alpha=1.0, buffer_size=64, num_envs=1)
@@ -301,10 +273,3 @@ def test_last_observations_are_kept_as_long_as_their_transition():
     assert sorted(filled(4_000, until=2_500).final_obs) == [
         env * 2_048 + place for env in (0, 1) for place in range(500)
     ]
-
-
-def test_a_buffer_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1e9))
-    atari = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    with pytest.raises(BadInput, match=r"--buffer-size 1000000: must be at most 1\d{5}: it needs 7\.1 GB"):
-        ReplayBuffer(1_000_000, 8, FakeWorld(0, 1), atari, (), np.int64, stack=4)

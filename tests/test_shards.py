@@ -1,10 +1,8 @@
 """`--shards`: the same bytes, in float32, at any number of processes."""
 
 import gc
-import weakref
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -18,8 +16,6 @@ from common.distributed import World
 from common.environments import EVALUATION, make_envs
 from common.episodes import evaluate
 from common.errors import BadInput, Fault
-from common.normalization import RunningMoments, standardized
-from common.replay import BLOCK, ReplayBuffer
 from common.shards import Gradients, sum_over_ranks
 from common.tensors import to_tensor
 from runs import finish, fork, run, same_run, start
@@ -209,17 +205,6 @@ def test_gradients_are_means_over_shards_added_along_a_tree(world_size, shared_m
     fork(shard_gradients, (shared_memory,), world_size, tmp_path / "out", {})
 
 
-def test_losses_are_kept_by_nobody():
-    gradients = Gradients(World(False, 2))
-    loss = Loss(np.random.default_rng(0))
-    gradients.add_loss(loss)
-    gone = weakref.ref(loss)
-    gradients.backward(loss, [torch.zeros(1, 3, 6, 6)] * 2)
-    del loss
-    gc.collect()
-    assert gone() is None
-
-
 def test_a_parameter_that_one_shard_alone_uses_is_refused():
     """On one process, as DDP does on several."""
     loss = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
@@ -258,54 +243,6 @@ def test_a_rank_of_eight_exchanges_with_its_neighbours_at_growing_distances(monk
     finally:
         dist.destroy_process_group()
     assert peers == [[2, 2], [1, 1], [7, 7]]
-
-
-class Alone:
-    """A world of one process that keeps what is to be gathered."""
-
-    def __init__(self, shards: int) -> None:
-        self.rank, self.world_size, self.local_world_size = 0, 1, 1
-        self.num_shards, self.shards, self.rows = shards, range(shards), None
-        self.device = torch.device("cpu")
-
-    def local_slice(self, num: int) -> slice:
-        return slice(0, num)
-
-    def gather_shards(self, rows):
-        table = np.array(rows, dtype=np.float64)
-        if table.shape[1] > 1:  # not the smallest priorities of a batch
-            self.rows = table.copy()
-        return table
-
-
-def assert_same_parts(together: Alone, apart: list[Alone]) -> None:
-    """What a shard gives to a sum does not depend, in any bit, on which others are in its process."""
-    assert len(together.rows) == 4 and together.rows.tobytes() == np.concatenate([x.rows for x in apart]).tobytes()
-
-
-def test_a_shard_gives_the_same_whichever_others_are_here():
-    """To the moments of observations, the normalisation of advantages, and the masses of priorities."""
-    rng, all_of, each = np.random.default_rng(0), Alone(4), [Alone(1) for _ in range(4)]
-    parts = list(rng.normal(size=(4, 50, 3)) * 10.0 ** rng.integers(-8, 9, (4, 50, 3)))
-    RunningMoments((3,)).update(parts, all_of)
-    for part, world in zip(parts, each, strict=True):
-        RunningMoments((3,)).update([part], world)
-    assert_same_parts(all_of, each)
-    standardized([torch.from_numpy(x) for x in parts], all_of)
-    for part, world in zip(parts, each, strict=True):
-        standardized([torch.from_numpy(part)], world)
-    assert_same_parts(all_of, each)
-    box, size = gym.spaces.Box(-1, 1, (2,)), 3 * BLOCK
-    buffers = [ReplayBuffer(4 * size, 4, all_of, box, (), np.int64, alpha=0.6)]
-    buffers += [ReplayBuffer(size, 1, world, box, (), np.int64, alpha=0.6) for world in each]
-    priorities = 10.0 ** rng.uniform(-8, 8, (4, size))
-    for buffer, values in zip(buffers, [priorities.ravel(), *priorities], strict=True):
-        buffer.start(np.zeros((len(buffer.envs), 2)))
-        buffer.time = size
-        buffer._set_priorities(np.arange(len(values)), values)
-        buffer.sample(16, torch.Generator().manual_seed(0))
-        buffer.world.rows[:, 1:] = 0.0  # maxima, which are exact in any order
-    assert_same_parts(all_of, each)
 
 
 def test_an_evaluation_acts_for_one_shard_at_a_time():

