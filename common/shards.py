@@ -25,29 +25,26 @@ from common.tensors import is_dense
 
 
 class Gradients:
-    """The backward passes of losses, after which gradients are means over all shards of all processes.
+    """The backward passes of losses, after which gradients are means over all shards of all processes."""
 
-    `compiles`: whether a loss and its gradient are to become one graph; `note` prints where that fails.
-    """
-
-    def __init__(self, world: World, compiles: bool = False, note: Callable[[str], None] = print) -> None:
+    def __init__(self, world: World, note: Callable[[str], None] = print) -> None:
         self.world = world
-        self.compiles = compiles
         self.note = note
         # of each loss; weak, since gloo may abort the process if a DDP module outlives its process group
         self.parameters: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
         self.compiled: WeakKeyDictionary[nn.Module, CompiledGradient] = WeakKeyDictionary()
         self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients of this process's shards but the last
 
-    def add_loss(self, loss: nn.Module, *inputs: list[Any]) -> None:
+    def add_loss(self, loss: nn.Module, *inputs: list[Any], compiles: bool = False) -> None:
         """Prepare a loss, which DDP wraps if there are several processes, before its first `backward`.
 
+        `compiles`: whether it is to become one graph with its gradient, for such `inputs`.
         Raises `BadInput` for a module that would make the result depend on the number of processes.
         """
         if self.world.uses_ddp or self.world.sharded:
             require_same_on_any_process(loss)
         self.parameters[loss] = [p for p in loss.parameters() if p.requires_grad]
-        if self.compiles:
+        if compiles:
             self._compile(loss, *inputs)
         if isinstance(loss, DDP) and (self.world.sharded or self.world.memory) and loss not in self.compiled:
             loss.register_comm_hook(None, self._average_bucket)

@@ -3,6 +3,7 @@
 import gc
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
