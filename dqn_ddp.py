@@ -24,9 +24,9 @@ networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.059
 5. By default 4 environments and a gradient step per 8 transitions, where CleanRL takes 1 and one per
    10. The learning rate falls to 0; where it is constant, as in CleanRL, three CartPole seeds in five
    ended below 470.
-6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends;
-   importance weights are divided by the largest in the whole buffer; new transitions get the largest
-   priority that any rank has set; a checkpoint truncates all running episodes.
+6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends; new
+   transitions get the largest priority that any rank has set; a checkpoint truncates all running
+   episodes.
 """
 
 from __future__ import annotations
@@ -268,8 +268,6 @@ def main(args: Args) -> None:
             "alpha": args.per_alpha if args.prioritized else 0.0,
             "n_step": args.n_step,
             "gamma": args.gamma,
-        }
-        options |= {
             "stack": envs.stack,
             "repeats_first": envs.repeats_first,
             "channels_last": envs.channels_last,
@@ -309,7 +307,6 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """Greedy actions for evaluation."""
         return policy.by_module(obs).argmax(-1)
 
-    initial_rates = [group["lr"] for group in optimizer.param_groups]
     schedules = {"anneal_lr": args.anneal_lr, "per_beta": args.prioritized}
     schedules["exploration_fraction"] = args.exploration_fraction
     run.load_or_start(act, budget, **schedules)  # collective
@@ -326,8 +323,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         smallest = max(args.learning_starts, args.num_envs * args.n_step)
         if updates and global_step > smallest:  # some can be sampled
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
-            for group, rate in zip(optimizer.param_groups, initial_rates, strict=True):
-                group["lr"] = fraction * rate
+            for group in optimizer.param_groups:
+                group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective
                 optimizer.zero_grad()

@@ -64,8 +64,6 @@ class Args(RunArgs):
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
-    compile: bool = False
-    """compile the loss (a CPU needs g++): a slower start, then small networks learn up to 1.5 times as fast"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
     norm_obs: bool = False
@@ -302,12 +300,7 @@ def learning_batch(
 
 
 def collect(
-    args: Args,
-    run: Run,
-    agent: Agent,
-    policy: Acting,
-    generator: torch.Generator,
-    obs_moments: RunningMoments,
+    args: Args, run: Run, agent: Agent, policy: Acting, generator: torch.Generator, obs_moments: RunningMoments
 ) -> Iterator[list[Rollout]]:
     """Yield rollouts of `num_steps` steps for ever, one for each shard of this process.
 
@@ -445,8 +438,6 @@ def train(args: Args, run: Run) -> None:
     run.register(obs_moments=obs_moments, return_moments=return_moments)
     parameters = list(agent.parameters())
     loss_fn = PPOLoss(agent, args)
-    if args.compile:
-        loss_fn.compile()
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
     # and bootstrapping use the bare agent. GPUs round sums by address: no views of buckets there.
     options = {"gradient_as_bucket_view": run.device.type == "cpu"}
@@ -458,12 +449,11 @@ def train(args: Args, run: Run) -> None:
         return agent.mode(policy.by_module(obs_moments.normalized(obs)))
 
     experience = collect(args, run, agent, policy, generator, obs_moments)
-    initial_rates = [group["lr"] for group in optimizer.param_groups]
     run.load_or_start(act, num_iterations * batch_size, anneal_lr=args.anneal_lr)  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        for group, rate in zip(optimizer.param_groups, initial_rates, strict=True):
-            group["lr"] = fraction * rate
+        for group in optimizer.param_groups:
+            group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective

@@ -27,8 +27,8 @@ arXiv:1511.05952):
 6. Logged losses are means over all gradient steps since the last row.
 7. `--alpha` is 1.0 by default with `--no-autotune` too, where CleanRL takes 0.2.
 8. By default 4 environments, where CleanRL takes 1, so that 4 gradient steps follow each vector step.
-9. In `common/`: importance weights are divided by the largest in the whole buffer; new transitions get
-   the largest priority that any rank has set; a checkpoint truncates all running episodes.
+9. In `common/`: new transitions get the largest priority that any rank has set; a checkpoint truncates
+   all running episodes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     python -m benchmark.speed                 # all rows
     python -m benchmark.speed --rows 1 7 --repetitions 5
     python -m benchmark.speed --rows 12 13 14 15 16 17    # on a GPU
+    python -m benchmark.speed --rows 1 5 6 18 --repetitions 5    # --compile
     python -m benchmark.speed --against HEAD~3 --repetitions 5    # this tree beside an older commit, without the peer
 
 The first run installs the peer into benchmark/.peer (this alone needs the internet); rows 10 and 11 need EnvPool.
@@ -44,8 +45,8 @@ QUIET = "--eval-every 0 --check-sync-every 0"
 
 @dataclass
 class Args:
-    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], ...] = ()
-    """which rows of the table, 1 to 11 if left out (with --against 1, 3, 5 and 6); from 12 on they are of a GPU"""
+    rows: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], ...] = ()
+    """which rows of the table, 1 to 11 and 18 if left out (with --against 1, 3, 5 and 6); 12 to 17 are of a GPU"""
     repetitions: int = 3
     """interleaved repetitions of each work"""
     against: str = ""
@@ -54,7 +55,7 @@ class Args:
     """with --against: leave OMP_NUM_THREADS as you have it, set or unset, instead of setting each work's threads"""
 
     def __post_init__(self) -> None:
-        self.rows = self.rows or ((1, 3, 5, 6) if self.against else tuple(range(1, 12)))
+        self.rows = self.rows or ((1, 3, 5, 6) if self.against else (*range(1, 12), 18))
         if self.repetitions < 1:
             raise ValueError(f"--repetitions {self.repetitions}: must be at least 1.")
         if self.against and set(self.rows) & {7, 8, 9}:
@@ -204,6 +205,8 @@ DQN_BREAKOUT = "--buffer-size 20000 --batch-size 32 --train-frequency 4 --target
 DQN_BREAKOUT += " --learning-rate 1e-4 --end-e 0.01 --exploration-fraction 0.1"
 
 CARTPOLE = "--total-timesteps 100000 --no-norm-reward"
+COMPILED = f"{CARTPOLE} --num-envs 8 --compile"
+DQN_CARTPOLE = "--num-envs 1 --train-frequency 10 --learning-starts 1000 --total-timesteps 80000"
 WORKS = {
     1: {
         "peer": partial(peer, "ppo-cartpole", 60_000),
@@ -227,13 +230,13 @@ WORKS = {
     },
     5: {
         "peer": partial(peer, "dqn-cartpole", 40_000),
-        "ours": partial(
-            ours, "dqn_ddp.py", "--num-envs 1 --train-frequency 10 --learning-starts 1000 --total-timesteps 80000"
-        ),
+        "ours": partial(ours, "dqn_ddp.py", DQN_CARTPOLE),
+        "ours, --compile": partial(ours, "dqn_ddp.py", f"{DQN_CARTPOLE} --compile"),
     },
     6: {
         "peer t1": partial(peer, "sac-hopper", 2_400, 1),
         "ours t1": partial(ours, "sac_ddp.py", HOPPER, 1, 1),
+        "ours t1, --compile": partial(ours, "sac_ddp.py", f"{HOPPER} --compile", 1, 1),
         "peer t2": partial(peer, "sac-hopper", 2_400, 2),
         "ours t2": partial(ours, "sac_ddp.py", HOPPER, 1, 2),
     },
@@ -262,22 +265,35 @@ WORKS = {
         "LeanRL": partial(theirs, "LeanRL/leanrl/sac_continuous_action_torchcompile.py", f"{CHEETAH} 20000 {FAST}"),
         **on_gpu("sac_ddp.py", f"{CHEETAH} 20000 --num-envs 1 --log-every 500"),
     },
+    18: {
+        "1 process": partial(ours, "ppo_ddp.py", COMPILED),
+        "1 process, --shards 4": partial(ours, "ppo_ddp.py", f"{COMPILED} --shards 4"),
+        "2 processes": partial(ours, "ppo_ddp.py", COMPILED, 2),
+    },
 }
 GOALS = {"CleanRL": "better 3", "LeanRL": "better 1"}
 RATIOS = {
-    1: [("ours", "peer", "at least 2.0, better 2.7"), ("ours, --compile", "peer", "better 2.7")],
+    1: [("ours", "peer", "at least 2.0, better 2.7"), ("ours, --compile", "peer", "at least 3.4, better 4")],
     2: [
         ("2 ranks, 4 envs each", "1 rank, 4 envs, DDP", "at least 0.85, better 1.7"),
         ("2 ranks, 4 envs each", "1 rank, 8 envs", "better 1.1"),
     ],
     3: [("ours t1", "peer t1", "at least 1.2, better 1.5"), ("ours t2", "peer t2", "at least 1.3, better 1.6")],
     4: [("2 ranks of 8 envs", "1 rank of 8 envs", "at least 1.7, better 1.9")],
-    5: [("ours", "peer", "at least 2.1, better 2.7")],
+    5: [("ours", "peer", "at least 2.1, better 2.7"), ("ours, --compile", "peer", "at least 2.5, better 3")],
     **dict.fromkeys(
         (10, 11),
         [(f"{n} envs, EnvPool t{t}", f"{n} envs, gymnasium t{t}", "no goal") for n in (8, 64) for t in (1, 2)],
     ),
-    6: [("ours t1", "peer t1", "at least 1.1, better 1.6"), ("ours t2", "peer t2", "at least 1.15, better 1.6")],
+    6: [
+        ("ours t1", "peer t1", "at least 1.1, better 1.6"),
+        ("ours t1, --compile", "peer t1", "at least 1.2, better 1.4"),
+        ("ours t2", "peer t2", "at least 1.15, better 1.6"),
+    ],
+    18: [
+        ("1 process, --shards 4", "1 process", "at least 0.6, better 0.8"),
+        ("2 processes", "1 process", "at least 1.15, better 1.4"),
+    ],
     **{row: [("ours", name, goal) for name, goal in GOALS.items() if name in WORKS[row]] for row in GPU},
 }
 NAMES = {
@@ -296,6 +312,7 @@ NAMES = {
     15: "DQN Breakout, GPU",
     16: "DQN CartPole, GPU",
     17: "SAC HalfCheetah, GPU",
+    18: "PPO, 8 CartPoles, compiled",
 }
 
 
@@ -349,6 +366,7 @@ def compare(args: Args) -> None:
         shutil.unpack_archive(archive, tree)
         for row in args.rows:
             works = {name: work for name, work in WORKS[row].items() if work.func is ours}
+            works = {name: work for name, work in works.items() if "--compile" not in name}  # some commits lack it
             ratios: dict[str, list[float]] = {name: [] for name in works}
             print(f"\nrow {row}: {NAMES[row]}, steps per second of this tree / of {args.against}")
             for repetition in range(args.repetitions):

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.distributed import World
 from common.environments import Environments, Episode
-from common.shards import per_shard
+from common.tensors import to_tensor
 
 MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
 EVALUATION_BOUNDARY = 100  # steps of an evaluation
@@ -34,11 +34,10 @@ def evaluate(
     playing = np.zeros(0, dtype=bool)
     if envs is not None:
         obs = envs.start(checkpoint)
-        act = per_shard(act, envs.shards, world)
         playing = np.ones(envs.num_envs, dtype=bool)
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
-            actions = act(obs)
+            actions = np.concatenate([act(to_tensor(obs[shard]).numpy()) for shard in envs.shards])
             if playing[0] and envs.indices[0] == 0:
                 first_actions.append(np.array(envs.clip_to_action_space(actions)[0]))
             obs, *_ = envs.step(actions)

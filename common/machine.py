@@ -1,33 +1,17 @@
-"""How the machine is set, and whether its memory is enough."""
+"""How the machine is set: threads, and what becomes of freed memory."""
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
 
-import psutil
 import torch
 from threadpoolctl import threadpool_limits
 
 from common.distributed import World
-from common.errors import BadInput
 
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
-
-
-def free_memory() -> int:
-    """Bytes of main memory that are free."""
-    return psutil.virtual_memory().available
-
-
-def require_memory(flag: str, value: object, nbytes: float, world: World, smaller: str) -> None:
-    """Raise `BadInput` unless `nbytes` for each rank of this machine fit into its free memory."""
-    needed = nbytes * world.local_world_size / 1e9
-    free = free_memory() / 1e9
-    if needed > free:
-        fault = f"needs {needed:.1f} GB on this machine, of which {free:.1f} GB are free"
-        raise BadInput(f"{flag} {value}: {fault}; {smaller} fits.")
 
 
 def set_threads(threads: int, parallel: bool, world: World) -> None:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import torch
 
 from common.distributed import World
-from common.machine import free_memory, require_memory
+from common.errors import require
 from common.tensors import default_float, to_tensor, upload
 
 BLOCK = 128  # places per partial sum of priorities
@@ -91,9 +92,10 @@ class ReplayBuffer:
             "priorities": (places, np.dtype(np.float64)),
         }
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-        share = free_memory() / (nbytes * world.local_world_size)
-        most = int(self.capacity * min(1.0, share)) * num_envs
-        require_memory("--buffer-size", buffer_size, nbytes, world, f"at most {most}")
+        free = psutil.virtual_memory().available / world.local_world_size
+        most = int(self.capacity * min(1.0, free / nbytes)) * num_envs
+        needed = f"at most {most}: it needs {nbytes / 1e9:.1f} GB a process, of which {free / 1e9:.1f} GB are free"
+        require(nbytes <= free, "--buffer-size", buffer_size, needed)
         for name, (shape, dtype) in shapes.items():
             setattr(self, name, np.zeros(shape, dtype))
         self.observed = np.moveaxis(self.frames, -1, 2) if channels_last else self.frames  # the same memory
@@ -295,7 +297,7 @@ class ReplayBuffer:
         final_obs = {}
         for place, obs in self.final_obs.items():
             if 0 <= place - start < self.size * self.width:
-                final_obs[place - start] = torch.from_numpy(obs)
+                final_obs[int(place) - start] = torch.from_numpy(obs)
         return state | {"final_obs": final_obs}
 
     def load_shard(self, shard: int, state: dict[str, Any]) -> None:

@@ -13,49 +13,56 @@ from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.distributed import World
-from common.errors import BadInput
+from common.errors import BadInput, Fault, one_line
 from common.memory import SLOT
-from common.tensors import is_dense, to_tensor
-
-
-def per_shard(function: Callable[..., np.ndarray], shards: list[slice], world: World) -> Callable[..., np.ndarray]:
-    """`function` of arrays (n, ...), called with each shard's slice alone -> its results, one after another."""
-    if not world.sharded:
-        return function
-
-    def apply(*inputs: np.ndarray) -> np.ndarray:
-        parts = [[to_tensor(x[shard]).numpy() for x in inputs] for shard in shards]
-        return np.concatenate([function(*part) for part in parts])
-
-    return apply
+from common.tensors import is_dense
 
 
 class Gradients:
     """The backward passes of losses, after which gradients are means over all shards of all processes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, note: Callable[[str], None] = print) -> None:
         self.world = world
+        self.note = note
         # of each loss; weak, since gloo may abort the process if a DDP module outlives its process group
         self.parameters: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+        self.compiled: WeakKeyDictionary[nn.Module, CompiledGradient] = WeakKeyDictionary()
         self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients of this process's shards but the last
 
-    def add_loss(self, loss: nn.Module) -> None:
-        """Prepare a loss, which DDP wraps if there are several processes. Once for each, before its first `backward`.
+    def add_loss(self, loss: nn.Module, *inputs: list[Any], compiles: bool = False) -> None:
+        """Prepare a loss, which DDP wraps if there are several processes, before its first `backward`.
 
+        `compiles`: whether it is to become one graph with its gradient, for such `inputs`.
         Raises `BadInput` for a module that would make the result depend on the number of processes.
         """
         if self.world.uses_ddp or self.world.sharded:
             require_same_on_any_process(loss)
-        if isinstance(loss, DDP) and (self.world.sharded or self.world.memory):
-            loss.register_comm_hook(None, self._average_bucket)
         self.parameters[loss] = [p for p in loss.parameters() if p.requires_grad]
+        if compiles:
+            self._compile(loss, *inputs)
+        if isinstance(loss, DDP) and (self.world.sharded or self.world.memory) and loss not in self.compiled:
+            loss.register_comm_hook(None, self._average_bucket)
+
+    def _compile(self, loss: nn.Module, *inputs: list[Any]) -> None:
+        """Compile a loss for these inputs; where that fails on any process, say why, and go on without."""
+        bare = loss.module if isinstance(loss, DDP) else loss
+        gradient = CompiledGradient(bare, self.parameters[loss], len(inputs[0]))
+        fault = ""
+        try:
+            gradient(0, *(shards[0] for shards in inputs))
+        except Exception as error:  # torch's compiler has many, and a missing g++ is one
+            fault = one_line(error)
+        faults = [x for x in self.world.gather_objects(fault) if x]  # collective
+        if faults:
+            self.note(f"--compile: {type(bare).__name__} is not compiled ({faults[0]})")
+        else:
+            self.compiled[loss] = gradient
 
     def backward(self, loss: nn.Module, *inputs: list[Any]) -> list[dict[str, torch.Tensor]]:
         """Call `loss` with each shard's inputs, and leave in `.grad` the mean over all shards of all processes.
@@ -63,6 +70,8 @@ class Gradients:
         `inputs`: lists with an entry for each shard of this process. Returns what the loss reports for each shard.
         Gradients must be None before. Every process must call.
         """
+        if loss in self.compiled:
+            return self._backward_compiled(self.compiled[loss], *inputs)
         stats = []
         parameters = self.parameters[loss]
         *earlier, last = zip(*inputs, strict=True)
@@ -79,10 +88,27 @@ class Gradients:
         stats.append(shard_stats)
         if earlier and not isinstance(loss, DDP):
             used = [p for p in parameters if p.grad is not None]
+            if any(shard.keys() != set(used) for shard in self.earlier):
+                raise Fault("a loss uses a parameter for one shard and not for another: use it at every call.")
             gradients = [p.grad for p in used]
             self._add_earlier(used, gradients)
             torch._foreach_div_(gradients, self.world.num_shards)
         self.earlier.clear()
+        return stats
+
+    def _backward_compiled(self, gradient: CompiledGradient, *inputs: list[Any]) -> list[dict[str, torch.Tensor]]:
+        stats = [gradient(index, *shard) for index, shard in enumerate(zip(*inputs, strict=True))]
+        flat, *others = gradient.flats
+        if others:
+            flat.copy_(tree_sum([[x] for x in gradient.flats])[0])
+        if self.world.sharded or self.world.memory:
+            sum_over_ranks(flat, self.world)  # collective
+        elif self.world.world_size > 1:
+            dist.all_reduce(flat)  # collective
+        if self.world.num_shards > 1:
+            flat /= self.world.num_shards
+        for p, view in zip(gradient.parameters, gradient.views[0], strict=True):
+            p.grad = view
         return stats
 
     def _add_earlier(self, parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
@@ -107,13 +133,43 @@ class Gradients:
         return future
 
 
+class CompiledGradient:
+    """A loss and its gradient as one graph: by `torch.autograd.grad`, since a graph may lose what `backward` leaves.
+
+    `flats`: for each of `num_shards`, the newest gradients in one vector; `views`: the same, as parameters.
+    """
+
+    def __init__(self, loss: nn.Module, parameters: list[nn.Parameter], num_shards: int) -> None:
+        def gradient(*inputs: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+            value, stats = loss(*inputs)
+            return torch.autograd.grad(value, parameters), stats
+
+        self.parameters = parameters
+        self.on_gpu = parameters[0].is_cuda
+        mode = "reduce-overhead" if self.on_gpu else None  # CUDA graphs
+        self.function = torch.compile(gradient, fullgraph=True, dynamic=False, mode=mode)
+        self.flats = parameters[0].new_zeros(num_shards, sum(p.numel() for p in parameters))
+        self.views = []
+        for flat in self.flats:
+            parts = flat.split([p.numel() for p in parameters])
+            # with the parameters' strides, which a fused optimiser takes for granted
+            self.views.append([x.as_strided(p.shape, p.stride()) for x, p in zip(parts, parameters, strict=True)])
+
+    def __call__(self, index: int, *inputs: Any) -> dict[str, torch.Tensor]:
+        """Write the gradients of shard `index` to `flats` -> what the loss reports."""
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            gradients, stats = self.function(*inputs)
+        torch._foreach_copy_(self.views[index], gradients)
+        return {name: x.clone() for name, x in stats.items()} if self.on_gpu else stats  # CUDA graphs write there again
+
+
 def require_same_on_any_process(loss: nn.Module) -> None:
     """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
     for name, module in loss.named_modules():
         fault = ""
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU):
             fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
-        elif isinstance(module, nn.modules.batchnorm._NormBase):
+        elif getattr(module, "track_running_stats", False):  # as of nn.BatchNorm2d
             fault = "keeps statistics of each process alone; take nn.LayerNorm"
         if fault and module.training:
             name = name.removeprefix("module.")

@@ -78,7 +78,7 @@ REFUSED_ENVIRONMENTS = [  # script, id, what is said; what begins with ":" is ma
     ("ppo", "CartPole-v7", "`v7`"),
     ("ppo", "LunarLander-v2", "use `LunarLander-v3`"),
     ("ppo", "nomodule:Env-v0", "No module named 'nomodule'"),
-    ("ppo", "my/envs.py:Env-v0", "No module named 'my/envs'"),
+    ("ppo", "my/envs.py:Env-v0", "must be an id, such as"),
     ("ppo", "PongNoFrameskip-v4", "PongNoFrameskip"),
     ("ppo", "ALE/NoSuchGame-v5", "NoSuchGame"),
     ("ppo", "MinAtar/NoSuch-v1", "NoSuch"),

@@ -3,9 +3,10 @@
 Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@COUNT: at that rank's so-manieth gather;
 `write`: within the so-manieth file that it writes of checkpoints; `rows`, `copies`, `views`: everywhere),
 LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end),
-LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk).
+LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk), LOCKSTEP_COMPILER (what runs graphs).
 """
 
+import functools
 import importlib
 import os
 import resource
@@ -114,6 +115,8 @@ def main(words: list[str]) -> None:
     torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
     script = importlib.import_module(words[0].removesuffix(".py"))
     sys.argv = words
+    if "LOCKSTEP_COMPILER" in os.environ:
+        torch.compile = functools.partial(torch.compile, backend=os.environ["LOCKSTEP_COMPILER"])
     if "LOCKSTEP_FSIZE" in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(os.environ["LOCKSTEP_FSIZE"]),))
     distributed.GRACE = watchdog.GRACE = float(os.environ.get("LOCKSTEP_GRACE", watchdog.GRACE))

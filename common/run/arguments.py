@@ -89,6 +89,8 @@ class RunArgs:
     """continue the run in --run-dir from its newest checkpoint, or start it if there is none"""
     cuda: bool = True
     """use GPUs if there are any"""
+    compile: bool = False
+    """compile losses with their gradients (a CPU needs g++): a slower start, then small networks learn faster"""
     num_threads: Threads = 0
     """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank, but one for torch on vectors"""
     vectorization: Literal["sync", "async"] = "sync"
@@ -150,9 +152,8 @@ class RunArgs:
     def require_divisor(self, name: str, size: int, size_name: str) -> None:
         """Raise `BadInput`, with the nearest valid value, unless the field `name` divides `size`."""
         value = getattr(self, name)
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        nearest = min(divisors, key=lambda divisor: abs(divisor - value))
-        self.require(value in divisors, name, f"a divisor of {size_name} ({size}), such as {nearest}")
+        below = next(d for d in range(min(value, size), 0, -1) if size % d == 0)
+        self.require(value == below, name, f"a divisor of {size_name} ({size}), such as {below}")
 
     def require_budget(self, least: int, needed: str) -> None:
         """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""

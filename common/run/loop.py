@@ -109,7 +109,7 @@ class Run:
         self.state: dict[str, Any] = {}
         self.replay: Any = None
         self.acting: list[Acting] = []
-        self.gradients = Gradients(envs.world)
+        self.gradients = Gradients(envs.world, logger.note)
         self.means = Means(envs)
         self.checkpoints: Any = None
         self.checkpoint_number = 0  # 1, 2, ... after the first, the second checkpoint
@@ -144,8 +144,8 @@ class Run:
         Raises `BadInput` for what the loss trains and `register` lacks: a resumed run would lose it.
         """
         if loss not in self.gradients.parameters:
-            self.gradients.add_loss(loss)
             self._require_registered(loss)
+            self.gradients.add_loss(loss, *inputs, compiles=self.compiles)  # collective
         for acting in self.acting:
             acting.parameters_changed = True
         return self.gradients.backward(loss, *inputs)  # collective
@@ -169,6 +169,10 @@ class Run:
         """
         args = self.args
         self.last_step = last_step
+        self.compiles = args.compile
+        if args.compile and self.replay is not None and not self.replay.plain and self.world.num_shards > 1:
+            self.compiles = False  # each size would be compiled anew
+            self.logger.note("--compile: left out, since what a shard has of a batch differs in size between steps")
         if args.checkpoint_every:
             from common.run.checkpoint import Checkpoints
 

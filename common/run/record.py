@@ -111,5 +111,4 @@ def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[st
         raise BadInput(f"--shards: {path} was recorded without, so it goes on on {only}.")
     if record["columns"] != recorded["columns"]:
         name = min({*record["columns"]} ^ {*recorded["columns"]}, default="their order")
-        fault = f"{path} was recorded with other columns of metrics.csv ({name})"
-        raise BadInput(f"--run-dir: {fault}; name another, or change COLUMNS back.")
+        raise BadInput(f"--run-dir: {path} was recorded with other COLUMNS ({name}); name another.")

@@ -1,0 +1,99 @@
+"""`--compile`: each loss and its gradient as one graph, in which parameters move as without."""
+
+import functools
+
+import pytest
+import torch
+
+import dqn_ddp
+import ppg_ddp
+import ppo_ddp
+import sac_ddp
+from common.shards import CompiledGradient
+from runs import flat, run
+
+ROLLOUTS = {"num_envs": 4, "num_steps": 16, "total_timesteps": 512}
+CASES = {
+    "ppo": (ppo_ddp, ROLLOUTS),
+    "ppo minatar": (ppo_ddp, ROLLOUTS | {"env_id": "MinAtar/Breakout-v1"}),
+    "ppg": (ppg_ddp, ROLLOUTS | {"n_pi": 4, "num_aux_minibatches": 8, "aux_epochs": 4}),
+    "dqn": (
+        dqn_ddp,
+        {
+            **{"total_timesteps": 900, "learning_starts": 400, "buffer_size": 1000, "batch_size": 32},
+            **{"prioritized": True, "n_step": 3, "double_q": True, "dueling": True},
+        },
+    ),
+    "sac": (sac_ddp, {"total_timesteps": 280, "learning_starts": 200, "buffer_size": 1000, "batch_size": 32}),
+}
+
+
+@pytest.fixture(autouse=True)
+def float64_and_a_quick_compiler(monkeypatch):
+    """The graph is traced as for users, but runs by torch's own operators: compiling these takes seconds."""
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def trained(module, settings, run_dir) -> dict:
+    """The parameters of a run in this process."""
+    torch._dynamo.reset()
+    module.main(module.Args(**settings, cuda=False, eval_every=0, num_threads=1, save_model=True, run_dir=str(run_dir)))
+    return dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each loss was called compiled."""
+    counts = {}
+    call = CompiledGradient.__call__
+
+    def counted(self, *inputs):
+        counts[len(self.parameters)] = counts.get(len(self.parameters), 0) + 1
+        return call(self, *inputs)
+
+    monkeypatch.setattr(CompiledGradient, "__call__", counted)
+    return counts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_move_as_without(case, tmp_path, calls):
+    module, settings = CASES[case]
+    compiled = trained(module, settings | {"compile": True}, tmp_path / "compiled")
+    assert min(calls.values()) >= 30 and len(calls) == (2 if module in (ppg_ddp, sac_ddp) else 1)
+    without = trained(module, settings, tmp_path / "without")
+    assert compiled.keys() == without.keys()
+    for name, x in without.items():
+        torch.testing.assert_close(
+            compiled[name], x, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_loss_that_is_no_graph_goes_on_without(tmp_path, calls, monkeypatch, capfd):
+    """One line says why, and the run is the one without the flag."""
+    forward = ppo_ddp.PPOLoss.forward
+
+    def with_print(self, mb):
+        torch._dynamo.graph_break()
+        return forward(self, mb)
+
+    monkeypatch.setattr(ppo_ddp.PPOLoss, "forward", with_print)
+    compiled = trained(ppo_ddp, ROLLOUTS | {"compile": True}, tmp_path / "compiled")
+    assert calls == {12: 1}
+    lines = capfd.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("--compile: PPOLoss is not compiled (")]) == 1
+    without = trained(ppo_ddp, ROLLOUTS, tmp_path / "without")
+    assert all(x.equal(without[name]) for name, x in compiled.items())
+
+
+def test_a_shard_does_not_see_others(tmp_path):
+    """Two shards in one process or each in its own: the same bytes, with DDP's wrapper not called."""
+    flags = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --shards 2 --compile --save-model --eval-every 0"
+    one, two = (
+        run("ppo_ddp.py", n, flags, tmp_path / str(n), "float32", LOCKSTEP_COMPILER="aot_eager") for n in (1, 2)
+    )
+    assert one.rows == two.rows and len(one.rows) == 8
+    two = dict(flat(two.model))
+    assert all(x.equal(two[name]) for name, x in flat(one.model))
