@@ -1,7 +1,7 @@
 """Runs a script in float64 and, if asked, with a fault on one rank: `python launcher.py SCRIPT ...`.
 
 Environment: LOCKSTEP_DTYPE (float32 or float64), LOCKSTEP_FAULT (KIND@RANK@COUNT: at that rank's so-manieth gather;
-`write`: within the so-manieth file that it writes of checkpoints; `rows`, `copies`, `views`: everywhere),
+`write`: within the so-manieth file that it writes of checkpoints; `rows`: everywhere),
 LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds from a signal to the end),
 LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk), LOCKSTEP_COMPILER (what runs graphs).
 """
@@ -82,8 +82,6 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
             network.__init__ = rounded
     if kind == "rows":  # a layer's result for one row depends on how many there are, as it may on some processor
         depend_on_rows()
-    if kind in ("copies", "views"):
-        depend_on_addresses(module, kind == "views")
     if kind == "bare":  # the loss computed outside the wrapper
         module.DDP = lambda loss, **_: loss
 
@@ -96,19 +94,6 @@ def depend_on_rows() -> None:
 
     for layer in (torch.nn.Linear, torch.nn.Conv2d):
         layer.forward = changed(layer.forward)
-
-
-def depend_on_addresses(module, views: bool) -> None:
-    """Round norms of gradients by where these begin, as a GPU does, with DDP's gradients as `views` of its buckets."""
-    wrapper, clip = module.DDP, torch.nn.utils.clip_grad_norm_
-
-    def clip_by_address(parameters, max_norm):
-        parameters = list(parameters)
-        odd = sum(x.grad.data_ptr() % 16 != 0 for x in parameters)
-        return clip(parameters, max_norm * (1 + 1e-4 * odd))
-
-    torch.nn.utils.clip_grad_norm_ = clip_by_address
-    module.DDP = lambda loss, **options: wrapper(loss, **options | {"gradient_as_bucket_view": views})
 
 
 def main(words: list[str]) -> None:

@@ -83,7 +83,7 @@ def test_an_upload_is_one_copy_of_all_that_is_in_it(card):
     assert upload(nest, torch.device("cpu")) is nest
 
 
-@pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
+@pytest.mark.parametrize("case", ["ppg", "sac"])
 def test_gradients_are_views_of_buckets_on_a_cpu_alone(case, card, tmp_path, monkeypatch):
     """There DDP saves a copy of them; on a GPU their norm would depend on their places in a bucket."""
     views, (module, settings, _) = [], CASES[case]

@@ -33,10 +33,6 @@ SET = "        rollout_start = time.perf_counter()\n"
 
 CHANGES = {
     "AdamW": ("ppo", (ADAM, ADAM.replace("Adam(", "AdamW(").replace("fused=True", "weight_decay=0.1"))),
-    "SGD with momentum": (
-        "sac",
-        ("torch.optim.Adam(parameters, lr=args.q_lr, fused=True)", "torch.optim.SGD(parameters, 1e-3, 0.9)"),
-    ),
     "two parameter groups": ("ppg", (ADAM, ADAM.replace("agent.parameters()", GROUPS))),
     "a second optimiser": (
         "ppo",

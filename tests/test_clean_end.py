@@ -155,17 +155,6 @@ def test_a_second_signal_ends_a_hung_collective_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hundred_short_runs_end_well(tmp_path):
-    """On two ranks, 25 of each script."""
-    steps = f"{SHORT} --total-timesteps 640"
-    runs = {"ppo": steps, "dqn": SHORT_REPLAY, "ppg": f"{steps} {PHASES}", "sac": SHORT_REPLAY}
-    for number in range(100):
-        script = [*runs][number % 4]
-        flags = f"{runs[script]} --run-dir {tmp_path / str(number)}"
-        assert finish(start(f"{script}_ddp.py", 2, flags), tmp_path).code == 0
-
-
-@pytest.mark.slow
 def test_signals_at_random_moments(tmp_path):
     """30, to torchrun, in whatever the ranks then do: rollout, update, auxiliary phase, evaluation."""
     chance = random.Random(1)
@@ -178,16 +167,3 @@ def test_signals_at_random_moments(tmp_path):
         process.send_signal(chance.choice([signal.SIGINT, signal.SIGTERM]))
         run = ended(process, family, tmp_path / str(trial))
         assert run.code != 0 and "Aborted" not in run.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["raise", "kill"])
-def test_a_rank_lost_at_random_moments(kind, tmp_path):
-    """15 times: an exception or SIGKILL on one rank, at a random collective; nothing is left."""
-    chance = random.Random(kind)
-    for trial in range(15):
-        fault = f"{kind}@{trial % 2}@{chance.randint(20, 120)}"
-        script, flags = (("ppg_ddp.py", f"{LONG} {PHASES}"), ("dqn_ddp.py", LONG_REPLAY))[trial % 3 % 2]
-        flags += " --vectorization async" if trial % 5 == 0 else ""
-        process, family = begin(script, 2, flags, tmp_path / str(trial), LOCKSTEP_FAULT=fault)
-        assert ended(process, family, tmp_path / str(trial)).code == 1

@@ -113,13 +113,6 @@ def test_what_cannot_be_one_file_is_refused(import_, tmp_path):
         one_file(script, "mine.py")
 
 
-def test_names_that_clash_are_named(tmp_path):
-    script = tmp_path / "edited.py"
-    script.write_text(changed(("class PPOLoss", "def environment_seeds():\n    pass\n\n\nclass PPOLoss")))
-    with pytest.raises(ValueError, match=r"^names clash: environment_seeds is in .*edited\.py and, as another, in "):
-        one_file(script, "mine.py")
-
-
 def test_what_a_script_does_when_imported_stays(tmp_path):
     """Imports for what they do, settings made at the top, a name made in a block, modules of one package.
 

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from benchmark import run as runner
 from common.distributed import World
 from common.run.arguments import parse
 from common.run.record import changes, environment_record, processor, source_record
-from runs import PATIENCE, ROOT
+from runs import ROOT
 
 SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "eval_every": 160}
 SMALL |= {"eval_episodes": 2, "cuda": False, "save_model": True}
@@ -127,14 +126,6 @@ def test_the_row_before_learning_changes_no_other(tmp_path, recorded):
     assert with_[0]["global_step"] == "0" and with_[0]["eval/episodes"] == "2" and not with_[0]["losses/policy_loss"]
 
 
-OWN = """
-from benchmark.suites import work
-
-flags = "--num-steps 16 --total-timesteps 192 --eval-every 64 --eval-episodes 2"
-SUITE = [work(script, "CartPole-v1", flags, {1: (1,)}) for script in ("ppo_ddp.py", "my_ppo.py")]
-"""
-
-
 def test_the_sweep_of_the_docs_is_a_suite(tmp_path, capsys):
     """Its commands, with those of three learning rates and five seeds, each of which goes on after a stop."""
     blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE)
@@ -146,24 +137,3 @@ def test_the_sweep_of_the_docs_is_a_suite(tmp_path, capsys):
     for line in lines:
         words = shlex.split(line)
         parse(ppo_ddp.Args, words[words.index("ppo_ddp.py") + 1 :])
-
-
-def test_a_suite_of_ones_own(tmp_path):
-    """In an empty folder: run, compared, drawn and tabled; only what is named is written."""
-    (tmp_path / "own.py").write_text(OWN)
-    shutil.copy(ROOT / "ppo_ddp.py", tmp_path / "my_ppo.py")
-
-    def python(*words: str) -> subprocess.CompletedProcess:
-        env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", *words]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
-
-    done = python("benchmark.run", "own.py", "--cores", "2")
-    assert done.returncode == 0 and "2 runs, 0 of them recorded" in done.stdout, done.stdout + done.stderr
-    record = json.loads((tmp_path / "runs/results/own/CartPole-v1__my_ppo__w1__s1.json").read_text())
-    assert record["command"].startswith("python my_ppo.py --env-id CartPole-v1 --seed 1 ") and record["instructions"]
-    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    done = python("benchmark.plot", "own.py")
-    assert done.returncode == 0 and done.stdout.count("\n| CartPole-v1 | ") == 2, done.stdout + done.stderr
-    new = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path not in before)
-    assert [str(path.relative_to(tmp_path)) for path in new] == ["runs/figures/own/CartPole-v1.svg"]

@@ -59,10 +59,6 @@ CASES = {
     "sac": ("sac_ddp.py", 4, f"{SAC} --prioritized --policy-frequency 3", (1, 2)),
 }
 SLOW = {"ppo compiled", "ppo pong", "ppg minatar", "dqn pong"}
-LONG = {
-    "ppo": ("ppo_ddp.py", 4, "--num-envs 8 --total-timesteps 200000", (1, 2, 4)),
-    "sac": ("sac_ddp.py", 4, "--total-timesteps 20000", (1, 2, 4)),
-}
 
 
 def same_bytes(script, shards, flags, sizes, tmp_path, **env):
@@ -82,21 +78,6 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
     if case == "ppo":
         assert 1 < len(set(first.column("losses/epochs"))), "no early stop"
         assert max(first.column("charts/episodic_length")) > 24.0, "episodes of at most 30: hardly one was truncated"
-
-
-def test_norms_of_gradients_that_depend_on_addresses(tmp_path):
-    """As on a GPU, where gradients that are no views of DDP's buckets begin alike everywhere, and views do not."""
-    flags, rows = f"{PPO} --total-timesteps 512 --eval-every 0 --shards 4 --max-grad-norm 0.01", {}
-    for kind, n in (("copies", 1), ("copies", 2), ("views", 2)):
-        fault = {"LOCKSTEP_FAULT": f"{kind}@0@0"}
-        rows[kind, n] = run("ppo_ddp.py", n, flags, tmp_path / f"{kind}{n}", "float32", **fault).rows
-    assert rows["copies", 1] == rows["copies", 2] != rows["views", 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LONG)
-def test_the_same_bytes_to_the_end_of_a_long_run(case, tmp_path):
-    same_bytes(*LONG[case], tmp_path, within=3600.0)
 
 
 def test_threads_of_blas_do_not_matter(tmp_path):
