@@ -68,7 +68,7 @@ REFUSED_FLAGS = [  # script, flags, what is said
     ("dqn", "--buffer-size 1001", "--buffer-size 1001: must be a multiple of --num-envs (4), such as 1000 or 1004"),
     ("dqn", "--batch-size 20000", "--batch-size 20000: must be at most --buffer-size (10000)"),
     ("dqn", "--total-timesteps 5000", "--total-timesteps 5000: must be at least 1000"),
-    ("dqn", "--buffer-size 1000000000000", "--buffer-size 1000000000000: needs"),
+    ("dqn", "--buffer-size 1000000000000", "--buffer-size 1000000000000: must be at most"),
     ("dqn", "--n-step 5000", "--buffer-size 10000: must be at least 20000 with --n-step"),
     ("sac", "--tau 0", "--tau 0.0: must be a number above 0"),
     ("sac", "--alpha nan", "--alpha nan: must be a number above 0"),
