@@ -170,9 +170,10 @@ class Run:
         args = self.args
         self.last_step = last_step
         self.compiles = args.compile
-        if args.compile and self.replay is not None and not self.replay.plain and self.world.num_shards > 1:
-            self.compiles = False  # each size would be compiled anew
-            self.logger.note("--compile: left out, since what a shard has of a batch differs in size between steps")
+        if args.compile and self.replay is not None and self.world.num_shards > 1:
+            self.compiles = self.replay.plain and args.batch_size % self.world.num_shards == 0
+            if not self.compiles:  # each size would be compiled anew
+                self.logger.note("--compile: left out, since a shard's part of a batch differs in size between steps")
         if args.checkpoint_every:
             from common.run.checkpoint import Checkpoints
 
