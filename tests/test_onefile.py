@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -76,14 +75,6 @@ def test_a_file_that_is_left_out_is_refused_by_the_copy_in_one_line(tmp_path):
     assert kept.returncode == 2 and "--without acting: it must stay, since ppo_ddp.py imports it" in kept.stderr
     unknown = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", "nothing")
     assert unknown.returncode == 2 and "--without nothing: no file of that name" in unknown.stderr
-
-
-def test_the_error_for_what_is_left_out_names_the_flag(own):
-    made = {}
-    exec(one_file(own / "script.py", "mine.py", ["circles"]), made)
-    made["main"](SimpleNamespace(use_circles=False))
-    with pytest.raises(ValueError, match="^--use-circles: common.circles is left out of this file; make it anew with"):
-        made["main"](SimpleNamespace(use_circles=True))
 
 
 def test_it_overwrites_nothing(tmp_path):
