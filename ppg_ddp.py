@@ -574,7 +574,7 @@ def train(args: Args, run: Run) -> None:
         for epoch in range(args.update_epochs):
             kls = []  # of each minibatch, a list over shards
             for i in range(args.num_minibatches):
-                minibatches = []
+                minibatches = []  # one for each shard of this process
                 for batch, mb, adv in zip(batches, inds, advantages, strict=True):
                     minibatches.append(batch.take(mb[epoch, i])._replace(advantages=adv[epoch, i]))
                 optimizer.zero_grad()
