@@ -71,7 +71,7 @@ class Acting:
             self.derived = None
             if all(x.ndim <= 2 for x in parts[0]):
                 try:
-                    self.derived = Derived(self.module, len(parts[0]))
+                    self.derived = Derived(self.module, self.world.device, len(parts[0]))
                 except Exception as error:
                     self._say(str(error).partition(". ")[0])
             self.functions = [self.derived or self.by_module] * len(parts)
@@ -146,7 +146,7 @@ class Tracer(fx.Tracer):
 class Derived:
     """A module's `forward` of `num_inputs` arrays, in numpy. Raises an error for what has no translation."""
 
-    def __init__(self, module: nn.Module, num_inputs: int) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, num_inputs: int) -> None:
         for part in module.modules():
             if part._forward_hooks or part._forward_pre_hooks or nn.utils.parametrize.is_parametrized(part):
                 raise ValueError(f"{type(part).__name__} has a hook or a parametrization")
@@ -154,9 +154,9 @@ class Derived:
         tracer = Tracer()
         graph = tracer.trace(module, {option.name: option.default for option in options})
         translate(graph, num_inputs)
+        self.tensors = list(tracer.tensors.values())
         arrays = {name: x.cpu().numpy() for name, x in tracer.tensors.items()}  # on a CPU, the same memory
-        self.tensors = {name: x for name, x in tracer.tensors.items() if x.device.type != "cpu"}
-        self.copies = {name: arrays[name] for name in self.tensors}
+        self.copies = list(arrays.values()) if device.type != "cpu" else []
         self.function = fx.GraphModule(arrays, graph).forward
 
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
@@ -165,9 +165,10 @@ class Derived:
     def copy_parameters(self) -> None:
         """Copy tensors that lie on a GPU to the arrays, as one."""
         if self.copies:
-            packed = torch.cat([x.reshape(-1).view(torch.uint8) for x in self.tensors.values()]).cpu()
-            parts = packed.split([copy.nbytes for copy in self.copies.values()])
-            for copy, part in zip(self.copies.values(), parts, strict=True):
+            device = self.tensors[0].device  # constants may lie on a CPU
+            packed = torch.cat([x.reshape(-1).view(torch.uint8).to(device) for x in self.tensors]).cpu()
+            parts = packed.split([copy.nbytes for copy in self.copies])
+            for copy, part in zip(self.copies, parts, strict=True):
                 copy[...] = part.numpy().view(copy.dtype).reshape(copy.shape)
 
 
