@@ -89,7 +89,7 @@ class ReplayBuffer:
             "rewards": (places, default_float()),
             "terminations": (places, np.dtype(bool)),
             "truncations": (places, np.dtype(bool)),
-            "priorities": (places, np.dtype(np.float64)),
+            "priorities": ((len(self.envs), 0 if self.plain else self.width), np.dtype(np.float64)),
         }
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         free = psutil.virtual_memory().available / world.local_world_size

@@ -69,8 +69,10 @@ class Gradients:
         """Call `loss` with each shard's inputs, and leave in `.grad` the mean over all shards of all processes.
 
         `inputs`: lists with an entry for each shard of this process. Returns what the loss reports for each shard.
-        Gradients must be None before. Every process must call.
+        Every process must call.
         """
+        if any(p.grad is not None for p in self.parameters[loss]):
+            raise Fault("run.backward: gradients are not None; call optimizer.zero_grad() before.")
         if loss in self.compiled:
             return self._backward_compiled(self.compiled[loss], *inputs)
         stats = []
@@ -170,7 +172,7 @@ def require_same_on_any_process(loss: nn.Module) -> None:
         fault = ""
         if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU):
             fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
-        elif getattr(module, "track_running_stats", False):  # nn.BatchNorm2d and its like
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False):
             fault = "keeps statistics of each process alone; take nn.LayerNorm"
         if fault and module.training:
             name = name.removeprefix("module.")

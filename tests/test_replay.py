@@ -100,7 +100,7 @@ def test_shards_are_one_buffer(alpha, n_step, world_size):
         (one,), many = sample_all(whole, 16, draw), sample_all(parts, 16, draw)
         places = np.concatenate([batch.positions for batch in many])
         assert places.tolist() == list(range(16)), "every row of the batch is served by exactly one rank, in order"
-        first = [r * parts[0].priorities.size for r in range(world_size)]
+        first = [r * parts[0].rewards.size for r in range(world_size)]
         indices = np.concatenate([batch.indices + x for x, batch in zip(first, many, strict=True)])
         assert indices.tolist() == one.indices.tolist()
         for name in ("weights", "obs", "actions", "rewards", "discounts", "next_obs"):

@@ -139,7 +139,7 @@ class Checkpoints:
                 about = {"global_step": global_step, "number": self.number, "record": self.logger.record}
                 save(folder / "state.pt", state | {"checkpoint": about})
         except (OSError, RuntimeError) as error:  # torch raises its own for a full disk's
-            fault = one_line(error.__context__ or error)
+            fault = one_line(error if isinstance(error, OSError) else error.__context__ or error)
         faults = [x for x in self.world.gather_objects(fault) if x]  # collective
         if not self.logger.enabled:
             return
@@ -165,18 +165,25 @@ def save(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def load_model(args: RunArgs, state: Mapping[str, Any], logger: Logger) -> None:
-    """Give networks and normalisers in `state` the values of --load-model.
-
-    Raises `BadInput`, naming the flag and the value to repeat, for a file that cannot be read or does not fit.
-    """
-    path = args.load_model
+def read_model(path: str) -> dict[str, Any]:
+    """The content of a model.pt. Raises `BadInput` (--load-model) if it is none."""
     try:
         model = load(path)
-        trained = model["args"]
+        return {"args": model["args"]} | model
     except (*ERRORS, TypeError) as error:
         reason = getattr(error, "strerror", None) or "no model.pt"
         raise BadInput(f"--load-model {path}: cannot be read ({reason}).") from error
+
+
+def load_model(args: RunArgs, world: World, state: Mapping[str, Any], logger: Logger) -> None:
+    """Give networks and normalisers in `state` the values of --load-model, which rank 0 reads.
+
+    Raises `BadInput`, naming the flag and the value to repeat, for a file that cannot be read or does not fit.
+    Every rank must call.
+    """
+    path = args.load_model
+    model = world.gather_objects(read_model(path) if logger.enabled else None)[0]  # collective
+    trained = model["args"]
     for name in ("network", "dueling", "norm_obs", "norm_reward"):
         if name in trained and hasattr(args, name):
             value = getattr(args, name)

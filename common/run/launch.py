@@ -23,6 +23,8 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
     """
     rank = int(os.environ.get("RANK", 0))
     nowhere = open(os.devnull, "w")
+    sys.stdout = sys.stdout or nowhere  # None if closed
+    sys.stderr = sys.stderr or nowhere
     code = 0
     try:
         with redirect_stdout(nowhere if rank else sys.stdout), redirect_stderr(nowhere if rank else sys.stderr):

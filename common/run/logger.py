@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,8 @@ class Logger:
                 elif error is None and self.rows_shown < self.num_rows:
                     self._show()
                 for tracker in self.trackers:
-                    tracker.finish(failed=error is not None)
+                    with suppress(Exception):  # a full disk's, or wandb's own: no other end of the run
+                        tracker.finish(failed=error is not None)
 
 
 def for_model(state: Mapping[str, Any]) -> dict[str, Any]:

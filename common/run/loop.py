@@ -191,7 +191,7 @@ class Run:
         if args.load_model is not None and not self.global_step:
             from common.run.checkpoint import load_model
 
-            load_model(args, self.state, self.logger)
+            load_model(args, self.world, self.state, self.logger)  # collective
         plan = f"{last_step} transitions by {args.num_envs} environments"
         through = f", through {self.world.carrier}" if self.world.carrier else ""
         self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}{through}")
@@ -243,7 +243,6 @@ class Run:
                 self.checkpoints.write(global_step)  # collective
                 self.checkpoint_number = self.checkpoints.number
                 self.environments_must_start = True
-        self.compiles = False  # as `load_or_start` decides
         return False
 
     def _evaluate(self, act: Act) -> float:
