@@ -155,7 +155,7 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
     "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk("],
     "Agent.value": ["return self.critic(features if self.value_trunk is None else"],
     "collect": ["obs = envs.storage(", "rollout = Rollout(", "while True:"],  # PPG's observations are a whole phase's
-    "train": ["if run.evaluate_and_checkpoint("],
+    "train": ["for group in optimizer.param_groups:", "if run.evaluate_and_checkpoint("],
 }
 
 
