@@ -6,10 +6,10 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
-A shard is a group of environments whose numbers are computed in arrays of their own, because sums and
-products round differently in arrays of another shape. With `--shards N` there are N shards, however
-many processes run: one may hold several, and `batches`, `stats` are lists with an entry for each.
-Without, it holds one.
+A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
+round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
+that results are the same, and a process may hold several. Without it, each process is one shard.
+`batches`, `stats` are lists with an entry for each shard of this process.
 
 Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling
 networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
@@ -61,7 +61,7 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
-    """budget in environment transitions, all ranks; as many whole vector steps are run as fit"""
+    """budget in environment transitions, all ranks; rounded down to whole vector steps"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
@@ -101,7 +101,7 @@ class Args(RunArgs):
     loss: Literal["mse", "huber"] = "mse"
     """squared or Huber loss of the TD error"""
     max_grad_norm: Norm = math.inf
-    """largest norm of the gradient, inf: unclipped"""
+    """largest gradient norm; inf: no clipping"""
     double_q: bool = False
     """choose the next action by the online network, value it by the target network"""
     dueling: bool = False
@@ -216,7 +216,7 @@ def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: t
     num_actions = int(envs.single_action_space.n)
     exploration_steps = max(1.0, args.exploration_fraction * run.last_step)
     for step in itertools.count(run.global_step // args.num_envs):
-        starts = run.environments_end
+        starts = run.environments_must_start
         if starts:
             obs = run.start_environments()
             rb.start(obs)
@@ -285,7 +285,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # not the stream of initial weights
+    seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
     generator = torch.Generator().manual_seed(seed)
     num_actions = int(envs.single_action_space.n)
     q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network)
@@ -298,9 +298,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     run.register(generator=generator, replay=rb)
     loss_fn = TDLoss(q_network, target_network, args, world.num_shards)
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
-    # uses the bare network. GPUs round sums by address: no views of buckets there.
-    options = {"gradient_as_bucket_view": run.device.type == "cpu"}
-    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
+    # uses the bare network.
+    ddp_loss = DDP(loss_fn, **world.ddp_options) if world.uses_ddp else loss_fn  # collective
     policy = run.policy(q_network)
 
     def act(obs: np.ndarray) -> np.ndarray:
@@ -321,7 +320,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         updates = range(done + 1, global_step // args.train_frequency + 1)
         fraction = 1.0 - run.global_step / budget if args.anneal_lr else 1.0
         smallest = max(args.learning_starts, args.num_envs * args.n_step)
-        if updates and global_step > smallest:  # some can be sampled
+        if updates and global_step > smallest:  # the buffer holds complete transitions
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for group in optimizer.param_groups:
                 group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])

@@ -6,17 +6,18 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
-A shard is a group of environments whose numbers are computed in arrays of their own, because sums and
-products round differently in arrays of another shape. With `--shards N` there are N shards, however
-many processes run: one may hold several, and `rollouts`, `batches`, `inds`, `minibatches` are lists
-with an entry for each. Without, it holds one.
+A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
+round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
+that results are the same, and a process may hold several. Without it, each process is one shard.
+`rollouts`, `batches`, `inds`, `advantages`, `minibatches`, `stats` are lists with an entry for each shard
+of this process.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
    and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout runs the policy alone, on vectors in numpy; values and old log-probabilities are computed
+4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities are computed
    after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per
    iteration.
@@ -59,7 +60,7 @@ class Args(RunArgs):
     env_id: str = "CartPole-v1"
     """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
-    """budget in environment transitions, all ranks; as many whole iterations are run as fit"""
+    """budget in environment transitions, all ranks; rounded down to whole iterations"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
@@ -99,7 +100,7 @@ class Args(RunArgs):
     vf_coef: Weight = 0.5
     """weight of the value loss"""
     max_grad_norm: Norm = 0.5
-    """largest norm of the gradient, inf: unclipped"""
+    """largest gradient norm; inf: no clipping"""
     target_kl: Positive | None = None
     """end an iteration's epochs once an epoch's mean approx_kl, over all ranks, exceeds this"""
 
@@ -259,7 +260,7 @@ class Rollout(NamedTuple):
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
-    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start, or the rewards themselves
+    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start; without --norm-reward, rewards
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
     next_obs: np.ndarray  # (n, *shape)
@@ -283,7 +284,7 @@ def learning_batch(
         actions = run.upload(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
         features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
         logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
-        # as many at once as in a minibatch, for memory: PPG's value has convolutions of its own
+        # in parts of a minibatch's size, for memory
         chunks = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*chunk) for chunk in chunks])
         last_obs = np.stack([*rollout.next_obs, *rollout.final_obs])
@@ -320,7 +321,7 @@ def collect(
     terminations = np.zeros(shape, bool)
     truncations = np.zeros(shape, bool)
     while True:
-        if run.environments_end:
+        if run.environments_must_start:
             next_obs = run.start_environments()
             return_carry = np.zeros(envs.num_envs)
         # all environments' noise is drawn on every process, each takes its own
@@ -342,17 +343,17 @@ def collect(
                     final_obs[step, i] = np.array(infos["final_obs"][i])
 
         dones = terminations | truncations
-        learned = np.sign(rewards) if envs.atari else rewards
-        reward_sums = learned
+        clipped_rewards = np.sign(rewards) if envs.atari else rewards
+        reward_sums = clipped_rewards
         if args.norm_reward:
-            reward_sums = discounted_returns(learned, dones, args.gamma, return_carry)
+            reward_sums = discounted_returns(clipped_rewards, dones, args.gamma, return_carry)  # moves return_carry on
         rollouts = []
         for shard in envs.shards:
             rollout = Rollout(
                 obs=obs[:, shard],
                 features=None if features is None else features[:, shard],
                 actions=actions[:, shard],
-                rewards=learned[:, shard],
+                rewards=clipped_rewards[:, shard],
                 reward_sums=reward_sums[:, shard],
                 dones=dones[:, shard],
                 truncations=truncations[:, shard],
@@ -428,7 +429,7 @@ def train(args: Args, run: Run) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # not the stream of initial weights
+    seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
     generator = torch.Generator().manual_seed(seed)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
@@ -439,13 +440,12 @@ def train(args: Args, run: Run) -> None:
     parameters = list(agent.parameters())
     loss_fn = PPOLoss(agent, args)
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
-    # and bootstrapping use the bare agent. GPUs round sums by address: no views of buckets there.
-    options = {"gradient_as_bucket_view": run.device.type == "cpu"}
-    ddp_loss = DDP(loss_fn, **options) if world.uses_ddp else loss_fn  # collective
+    # and bootstrapping use the bare agent.
+    ddp_loss = DDP(loss_fn, **world.ddp_options) if world.uses_ddp else loss_fn  # collective
     policy = run.policy(agent)
 
     def act(obs: np.ndarray) -> np.ndarray:
-        """Greedy actions for evaluation."""
+        """Greedy actions for evaluation, by the module itself."""
         return agent.mode(policy.by_module(obs_moments.normalized(obs)))
 
     experience = collect(args, run, agent, policy, generator, obs_moments)
@@ -453,7 +453,7 @@ def train(args: Args, run: Run) -> None:
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])
+            group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])  # each its own
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective
@@ -467,14 +467,14 @@ def train(args: Args, run: Run) -> None:
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
-        # each (num_epochs, num_minibatches, size)
+        # each shard's: (num_epochs, num_minibatches, size)
         advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]
         if args.norm_adv == "minibatch":
-            advantages = standardized(advantages, world)  # collective, one for all epochs
+            advantages = standardized(advantages, world)  # collective, once for all epochs
         for epoch in range(args.update_epochs):
-            kls = []
+            kls = []  # of each minibatch, a list over shards
             for i in range(args.num_minibatches):
-                minibatches = []
+                minibatches = []  # one for each shard of this process
                 for batch, mb, adv in zip(batches, inds, advantages, strict=True):
                     minibatches.append(batch.take(mb[epoch, i])._replace(advantages=adv[epoch, i]))
                 optimizer.zero_grad()
@@ -483,15 +483,13 @@ def train(args: Args, run: Run) -> None:
                 optimizer.step()
                 run.means.add(stats)
                 kls.append([x["approx_kl"] for x in stats])
-            if args.target_kl is not None:
-                of_shards = [torch.stack(x).double().mean(-1).tolist() for x in zip(*kls, strict=True)]
-                if world.gather_shards(of_shards).mean() > args.target_kl:  # collective
-                    break
-        obs_moments.update([x.obs for x in rollouts], world)  # collective; last, so that ratios start at 1
+            if args.target_kl is not None and run.mean(kls) > args.target_kl:  # collective
+                break
+        obs_moments.update([x.obs for x in rollouts], world)  # collective; for the next rollout
         update_end = time.perf_counter()
 
-        run.means.seconds["time/rollout"] = update_start - rollout_start
-        run.means.seconds["time/update"] = update_end - update_start
+        run.means.seconds["time/rollout"] += update_start - rollout_start
+        run.means.seconds["time/update"] += update_end - update_start
         row = run.means.row()  # collective
         row["charts/learning_rate"] = fraction * args.learning_rate
         row["losses/epochs"] = epoch + 1

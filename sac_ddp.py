@@ -6,10 +6,10 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
-A shard is a group of environments whose numbers are computed in arrays of their own, because sums and
-products round differently in arrays of another shape. With `--shards N` there are N shards, however
-many processes run: one may hold several, and `batches`, `noise`, `stats` are lists with an entry for
-each. Without, it holds one.
+A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
+round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
+that results are the same, and a process may hold several. Without it, each process is one shard.
+`batches`, `noise`, `stats` are lists with an entry for each shard of this process.
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay
 arXiv:1511.05952):
@@ -64,7 +64,7 @@ class Args(RunArgs):
     env_id: str = "Pendulum-v1"
     """gymnasium id, envpool/..., or module:id of your own"""
     total_timesteps: Whole = 1_000_000
-    """budget in environment transitions, all ranks; as many whole vector steps are run as fit"""
+    """budget in environment transitions, all ranks; rounded down to whole vector steps"""
     num_envs: Count = 4
     """parallel environments, all ranks"""
     log_every: Count = 1_000
@@ -234,7 +234,7 @@ def collect(
     envs = run.envs
     local_envs = run.world.local_slice(args.num_envs)
     for step in itertools.count(run.global_step // args.num_envs):
-        if run.environments_end:
+        if run.environments_must_start:
             obs = run.start_environments()
             rb.start(obs)
         # all environments' noise is drawn on every process, each takes its own
@@ -303,7 +303,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # not the stream of initial weights
+    seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
     generator = torch.Generator().manual_seed(seed)
     actor = Actor(*spaces, run.device)
     critics = Critics(*spaces).to(run.device)
@@ -312,7 +312,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     parameters = list(critics.parameters())
     target_parameters = list(critics_target.parameters())
     for frozen, parameter in zip(critics_frozen.parameters(), parameters, strict=True):
-        frozen.data = parameter.data  # the same memory, without a gradient: what the actor learns from
+        frozen.data = parameter.data  # the same memory, without gradients: for the actor's loss
     log_alpha = torch.tensor(math.log(args.alpha), device=run.device)
     log_alpha = nn.Parameter(log_alpha, requires_grad=args.autotune)
     q_optimizer = torch.optim.Adam(parameters, lr=args.q_lr, fused=True)
@@ -322,20 +322,19 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     actor_optimizer = torch.optim.Adam(groups, fused=True)
     run.register(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha, replay=rb)
     run.register(q_optimizer=q_optimizer, actor_optimizer=actor_optimizer, generator=generator)
-    scale = world.num_shards / args.batch_size
+    scale = world.num_shards / args.batch_size  # the gradients' mean over shards is then the batch's
     critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
     actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses; acting
-    # uses the bare actor. GPUs round sums by address: no views of buckets there.
-    options = {"gradient_as_bucket_view": run.device.type == "cpu"}
-    ddp_critic_loss = DDP(critic_loss_fn, **options) if world.uses_ddp else critic_loss_fn  # collective
-    ddp_actor_loss = DDP(actor_loss_fn, **options) if world.uses_ddp else actor_loss_fn  # collective
+    # uses the bare actor.
+    ddp_critic_loss = DDP(critic_loss_fn, **world.ddp_options) if world.uses_ddp else critic_loss_fn  # collective
+    ddp_actor_loss = DDP(actor_loss_fn, **world.ddp_options) if world.uses_ddp else actor_loss_fn  # collective
     policy = run.policy(actor)
 
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
         """Normal noise for the whole batch, drawn on every process; each takes that of its places."""
         noise = torch.randn(args.batch_size, len(actor.scale), generator=generator)
-        return run.upload([noise[batch.places] for batch in batches])
+        return run.upload([noise[batch.positions] for batch in batches])
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
@@ -351,7 +350,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         # the updates that fell due in this vector step; `run.global_step` is that of the step before
         done = run.global_step // args.train_frequency
         updates = range(done + 1, global_step // args.train_frequency + 1)
-        if updates and global_step > max(args.learning_starts, args.num_envs):  # some can be sampled
+        if updates and global_step > max(args.learning_starts, args.num_envs):  # the buffer holds complete transitions
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective

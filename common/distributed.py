@@ -32,8 +32,9 @@ class World:
     """The ranks of this run, as the launcher's variables say (without them, one rank). Starts nothing.
 
     `rank` is global; `cores` are this rank's. `sharded`: whether --shards is set; `num_shards`: without it, the
-    world size; `shards`: the numbers of this rank's. `uses_ddp`: whether losses need DDP; `nccl`: whether NCCL
-    carries gradients. `stop`: 0, or the number of a signal that some rank had received by the last `gather`.
+    world size; `shards`: the numbers of this rank's. `uses_ddp`: whether losses need DDP (with `ddp_options`);
+    `nccl`: whether NCCL carries gradients. `stop`: 0, or the number of a signal that some rank had received by
+    the last `gather`.
     Raises `BadInput` (--shards) unless `shards` and the world size are powers of two and `shards` is not less.
     """
 
@@ -60,6 +61,8 @@ class World:
         self.num_shards = shards or self.world_size
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         self.uses_ddp = self.world_size > 1
+        # on GPUs gradients stay out of DDP's buckets: kernels may round sums otherwise at another address
+        self.ddp_options = {"gradient_as_bucket_view": self.device.type == "cpu"}
         self.stop = 0
         self.watchdog = Watchdog(self.rank)
         self.memory: SharedMemory | None = None  # with the other ranks

@@ -148,7 +148,10 @@ class Environments(VectorWrapper):
         self.steps += 1
         actions = self.clip_to_action_space(actions)
         self._require_finite("the networks have diverged: the action for it", actions)
-        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        try:
+            obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        except SystemExit as error:  # a window that was closed, say: the run is not done
+            raise Fault(f"--env-id: an environment called sys.exit({error.code}).") from error
         self._require_finite("a reward", rewards)
         self._require_finite("an observation", obs)
         infos["episode_ended"] = self.episodes.step(rewards, terminations, truncations, infos)

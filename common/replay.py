@@ -27,7 +27,7 @@ BLOCK = 128  # places per partial sum of priorities
 class Batch(NamedTuple):
     """A shard's b of the batch's transitions, in the batch's order; b differs between shards and may be 0."""
 
-    places: np.ndarray  # (b,) their numbers in the batch of all shards
+    positions: np.ndarray  # (b,) in the batch of all shards
     indices: np.ndarray  # (b,) their places in this rank's memory
     weights: torch.Tensor  # (b,) importance weights; 1 where sampling is uniform
     obs: torch.Tensor  # (b, *shape)
@@ -190,17 +190,17 @@ class ReplayBuffer:
         points = np.minimum(points, np.nextafter(shard_ends[-1], 0))
         bounds = np.searchsorted(points, [0.0, *shard_ends])  # of each shard's part of the batch
 
-        parts = []  # the places of each shard, in the batch and in memory
+        parts = []  # each shard's positions in the batch and places in memory
         for local, shard in enumerate(self.world.shards):
-            places = np.arange(bounds[shard], bounds[shard + 1])
-            targets = points[places] - (shard_ends[shard] - masses[shard])
+            positions = np.arange(bounds[shard], bounds[shard + 1])
+            targets = points[positions] - (shard_ends[shard] - masses[shard])
             if self.plain:
                 targets = np.minimum(targets.clip(0.0), masses[0] - 1.0)
                 env, place = np.divmod(targets.astype(np.int64), filled)
                 indices = (local * self.size + env) * self.width + place
             else:
                 indices = self._find(targets, local, block_ends[local])
-            parts.append((places, indices))
+            parts.append((positions, indices))
         weights = [np.ones(len(indices)) for _, indices in parts]
         if self.alpha > 0.0:
             priorities = [self.priorities.take(indices) for _, indices in parts]
@@ -209,7 +209,7 @@ class ReplayBuffer:
         batches = [self._batch(*part, x) for part, x in zip(parts, weights, strict=True)]
         return upload(batches, self.world.device)
 
-    def _batch(self, places: np.ndarray, indices: np.ndarray, weights: np.ndarray) -> Batch:
+    def _batch(self, positions: np.ndarray, indices: np.ndarray, weights: np.ndarray) -> Batch:
         env, place = np.divmod(indices, self.width)
         # n-step returns, which stop at an end
         time = self.time - 1 - (self.time - 1 - place) % self.capacity
@@ -229,7 +229,7 @@ class ReplayBuffer:
             next_obs[i] = self.final_obs[last_indices[i]]
 
         return Batch(
-            places=places,
+            positions=positions,
             indices=indices,
             weights=to_tensor(weights.astype(default_float())),
             obs=to_tensor(self._observations(env, time)),

@@ -1,9 +1,10 @@
 """Shards: the parts of an experiment whose arithmetic is the same on any number of processes.
 
 Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them;
-a process holds neighbouring shards. Arithmetic that rounds differently in another shape is done for each shard
-alone. Sums over shards have one order: gradients are added along a binary tree (here), all else along a table
-of all shards (`World.gather_shards`). Without `--shards` each process is one shard.
+a process holds neighbouring shards, and both numbers are powers of two. Arithmetic that rounds differently in
+another shape is done for each shard alone. Sums over shards have one order: gradients are added along a binary
+tree (here), all else along a table of all shards (`World.gather_shards`). Without `--shards` each process is
+one shard.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Gradients:
     def add_loss(self, loss: nn.Module, *inputs: list[Any], compiles: bool = False) -> None:
         """Prepare a loss, which DDP wraps if there are several processes, before its first `backward`.
 
-        `compiles`: whether it is to become one graph with its gradient, for such `inputs`.
+        `compiles`: whether to compile the loss and its gradient into one graph, for inputs like these.
         Raises `BadInput` for a module that would make the result depend on the number of processes.
         """
         if self.world.uses_ddp or self.world.sharded:
@@ -56,7 +57,7 @@ class Gradients:
         fault = ""
         try:
             gradient(0, *(shards[0] for shards in inputs))
-        except Exception as error:  # torch's compiler has many, and a missing g++ is one
+        except Exception as error:  # the compiler raises many kinds, one of them for a missing g++
             fault = one_line(error)
         faults = [x for x in self.world.gather_objects(fault) if x]  # collective
         if faults:
@@ -121,7 +122,7 @@ class Gradients:
         buffer = bucket.buffer()
         if self.earlier:
             parameters = bucket.parameters()
-            gradients = bucket.gradients()  # of contiguous shape; but the bucket has them in their parameters' order
+            gradients = bucket.gradients()  # contiguous, though the bucket keeps each parameter's order of axes
             for i, p in enumerate(parameters):
                 if not p.is_contiguous() and is_dense(p):
                     gradients[i] = gradients[i].as_strided(p.shape, p.stride())
@@ -134,7 +135,7 @@ class Gradients:
 
 
 class CompiledGradient:
-    """A loss and its gradient as one graph: by `torch.autograd.grad`, since a graph may lose what `backward` leaves.
+    """A loss and its gradient as one graph: by `torch.autograd.grad`, since `backward` in a graph may not set `.grad`.
 
     `flats`: for each of `num_shards`, the newest gradients in one vector; `views`: the same, as parameters.
     """
@@ -169,7 +170,7 @@ def require_same_on_any_process(loss: nn.Module) -> None:
         fault = ""
         if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU):
             fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
-        elif getattr(module, "track_running_stats", False):  # as of nn.BatchNorm2d
+        elif getattr(module, "track_running_stats", False):  # nn.BatchNorm2d and its like
             fault = "keeps statistics of each process alone; take nn.LayerNorm"
         if fault and module.training:
             name = name.removeprefix("module.")
@@ -177,7 +178,7 @@ def require_same_on_any_process(loss: nn.Module) -> None:
 
 
 def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Lists of as many tensors -> their sum: of neighbours, then of neighbouring sums, up to one."""
+    """Lists of equal length -> their sum: of neighbours, then of neighbouring sums, up to one."""
     while len(parts) > 1:
         sums = [torch._foreach_add(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
         parts = sums + parts[2 * len(sums) :]
@@ -185,7 +186,7 @@ def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
-    """Add (n,) of all ranks in place, along a binary tree over their numbers."""
+    """Replace `buffer` (n,) by its sum over ranks, along a binary tree of ranks."""
     if world.memory:
         for part in buffer.split(SLOT // 8):  # numbers of at most 8 bytes
             table = torch.from_numpy(world.memory.gather(part.view(torch.uint8).numpy()))  # collective
@@ -200,7 +201,7 @@ def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
 
 def exchange(own: torch.Tensor, rank: int, world: World) -> torch.Tensor:
     """Send `rank` this tensor -> the tensor of the same shape that it sent."""
-    sent = own if world.nccl else own.cpu()  # gloo takes only a CPU's
+    sent = own if world.nccl else own.cpu()  # gloo sends CPU tensors only
     received = torch.empty_like(sent)
     operations = [dist.P2POp(dist.isend, sent, rank), dist.P2POp(dist.irecv, received, rank)]
     for work in dist.batch_isend_irecv(operations):  # collective

@@ -44,9 +44,6 @@ def make_vec(
     if colon and not all(word.isidentifier() for word in module.split(".")):
         raise gym.error.Error("must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
     seed_libraries(seed)
-    module, colon, _ = env_id.rpartition(":")
-    if colon and not all(word.isidentifier() for word in module.split(".")):
-        raise gym.error.Error("must be an id, such as CartPole-v1, or module:id, such as my.envs:Mine-v0.")
     family = env_id.partition("/")[0]
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
     if family == "envpool":

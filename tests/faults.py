@@ -144,7 +144,9 @@ STEP = "optimizer.step()"
 MOVED = f"{STEP}; optimizer.param_groups[0]['params'][0].data += 1e-6 * torch.distributed.get_rank()"
 MACHINE = [
     Case("--run-dir that holds a run", "ppo", "--run-dir a", 2, "holds a run already", "mkdir a; touch a/metrics.csv"),
-    Case("--run-dir that is a file", "ppo", "--run-dir a", 2, "--run-dir a: is a file", "touch a"),
+    Case(
+        "--run-dir that is a file", "ppo", "--run-dir a", 2, "--run-dir a: cannot be written (File exists)", "touch a"
+    ),
     Case("--run-dir below a file", "ppo", "--run-dir a/b", 2, "--run-dir a/b: cannot be written", "touch a"),
     Case("--run-dir /proc/nowhere", "ppo", "--run-dir /proc/nowhere", 2, "--run-dir /proc/nowhere: cannot be written"),
     Case("--track, no login", "ppo", TRACK, 2, "--track: ", first=ONLINE),

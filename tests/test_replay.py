@@ -98,7 +98,7 @@ def test_shards_are_one_buffer(alpha, n_step, world_size):
         pieces = np.concatenate([part.priorities for part in parts])
         np.testing.assert_allclose(pieces, whole[0].priorities, rtol=1e-12)
         (one,), many = sample_all(whole, 16, draw), sample_all(parts, 16, draw)
-        places = np.concatenate([batch.places for batch in many])
+        places = np.concatenate([batch.positions for batch in many])
         assert places.tolist() == list(range(16)), "every row of the batch is served by exactly one rank, in order"
         first = [r * parts[0].priorities.size for r in range(world_size)]
         indices = np.concatenate([batch.indices + x for x, batch in zip(first, many, strict=True)])

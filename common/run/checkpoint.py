@@ -85,8 +85,8 @@ class Checkpoints:
             folder = run_dir / "checkpoints" / str(step)
             try:
                 load(folder / "state.pt")
-                for path in folder.glob("replay-*"):
-                    load(path, mmap=True)
+                for shard in range(self.world.num_shards if self.replay is not None else 0):
+                    load(folder / f"replay-{shard}", mmap=True)
                 return run_dir, str(step)
             except ERRORS as error:
                 logger.note(f"{folder}: cannot be read ({one_line(error)}); looking for an older checkpoint")

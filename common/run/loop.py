@@ -39,7 +39,7 @@ COLUMNS_OF_ALL = (
 
 
 class Means:
-    """Means over the updates since the last row of what losses return by name, and times.
+    """Means, over the updates since the last row, of what losses report by name; and times.
 
     `seconds`: by column, for the script to add to. A row shows the slowest process's.
     """
@@ -58,7 +58,7 @@ class Means:
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
         """Add what a loss returned for each shard here, by name: means over its samples, or a number for each."""
         self.waiting.append(stats)
-        if len(self.waiting) == 16:  # more tensors, kept until the row, would fragment the memory of batches
+        if len(self.waiting) == 16:  # keeping more tensors until the row would fragment memory
             self._sum()
 
     def _sum(self) -> None:
@@ -95,7 +95,7 @@ class Means:
 class Run:
     """One run of a script, on this process. Every process must call each method.
 
-    `environments_end`: True at the start and after each checkpoint, until `start_environments` is called.
+    `environments_must_start`: True at the start and after each checkpoint, until `start_environments` is called.
     `global_step`: transitions of all processes at the last call of `evaluate_and_checkpoint`;
     `last_step`: at the end of the run. `means`: what a row of metrics.csv is made of.
     """
@@ -112,8 +112,9 @@ class Run:
         self.gradients = Gradients(envs.world, logger.note)
         self.means = Means(envs)
         self.checkpoints: Any = None
-        self.checkpoint_number = 0  # 1, 2, ... after the first, the second checkpoint
-        self.environments_end = True
+        self.checkpoint_number = 0  # how many have been written
+        self.environments_must_start = True
+        self.compiles = False  # as `load_or_start` decides
         self.global_step = 0
         self.last_step = 0
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
@@ -133,7 +134,7 @@ class Run:
         return upload(tree_map_only(np.ndarray, to_tensor, nest), self.device)
 
     def policy(self, module: nn.Module) -> Acting:
-        """What acts in rollouts as `module` does, on arrays, faster on a few vectors (common/acting.py)."""
+        """An actor for rollouts: computes what `module` does, on arrays, and faster for a few vectors."""
         self.acting.append(Acting(module, self.world, self.envs.shards, self.logger.note))
         return self.acting[-1]
 
@@ -141,7 +142,7 @@ class Run:
         """Run a loss and its backward for each shard of this process, and leave in `.grad` the mean over all shards.
 
         `inputs`: lists with an entry for each shard here. Returns what the loss reports for each.
-        Raises `BadInput` for what the loss trains and `register` lacks: a resumed run would lose it.
+        Raises `BadInput` if the loss trains a parameter that is not registered: a resumed run would lose it.
         """
         if loss not in self.gradients.parameters:
             self._require_registered(loss)
@@ -149,6 +150,11 @@ class Run:
         for acting in self.acting:
             acting.parameters_changed = True
         return self.gradients.backward(loss, *inputs)  # collective
+
+    def mean(self, values: list[list[torch.Tensor]]) -> float:
+        """The mean over updates, shards of all processes, and samples: for each update, a list over shards."""
+        of_shards = [torch.stack(x).double().mean(-1).tolist() for x in zip(*values, strict=True)]
+        return self.world.gather_shards(of_shards).mean()  # collective
 
     def _require_registered(self, loss: nn.Module) -> None:
         optimizers = [x for x in self.state.values() if isinstance(x, torch.optim.Optimizer)]
@@ -164,15 +170,16 @@ class Run:
     def load_or_start(self, act: Act, last_step: int, **schedules: float) -> None:
         """Go on from a checkpoint or load a model, and evaluate `act` before anything is learned.
 
-        `last_step`: transitions at the end of the run. `schedules`: by the field of its flag, the part of the run
-        over which something changes with it; once that has passed, a run that goes on may be made longer.
+        `last_step`: transitions at the end of the run. `schedules`: by flag, the part of the run (True: all) over
+        which it changes something. A resumed run may be made longer only after that part.
         """
         args = self.args
         self.last_step = last_step
         self.compiles = args.compile
-        if args.compile and self.replay is not None and not self.replay.plain and self.world.num_shards > 1:
-            self.compiles = False  # each size would be compiled anew
-            self.logger.note("--compile: left out, since what a shard has of a batch differs in size between steps")
+        if args.compile and self.replay is not None and self.world.num_shards > 1:
+            self.compiles = self.replay.plain and args.batch_size % self.world.num_shards == 0
+            if not self.compiles:  # each size would be compiled anew
+                self.logger.note("--compile: not used, since a shard's part of a batch changes its size")
         if args.checkpoint_every:
             from common.run.checkpoint import Checkpoints
 
@@ -193,7 +200,7 @@ class Run:
 
     def start_environments(self) -> np.ndarray:
         """Start every environment anew, from other seeds after each checkpoint -> observations (n, *shape)."""
-        self.environments_end = False
+        self.environments_must_start = False
         for acting in self.acting:
             acting.restart()
         return self.envs.start(self.checkpoint_number)
@@ -235,19 +242,20 @@ class Run:
                     self.replay.cut()  # collective
                 self.checkpoints.write(global_step)  # collective
                 self.checkpoint_number = self.checkpoints.number
-                self.environments_end = True
+                self.environments_must_start = True
+        self.compiles = False  # as `load_or_start` decides
         return False
 
     def _evaluate(self, act: Act) -> float:
         """Play and log the evaluation -> its mean return."""
         episodes = self.args.eval_episodes
         row = evaluate(act, self.envs.evaluation, episodes, self.world, self.checkpoint_number)  # collective
-        if not self.world.stop:  # which cuts it short
+        if not self.world.stop:  # a stop cuts it short
             self.logger.log(self.global_step, row)
         return row["eval/episodic_return"]
 
     def finish(self, **more: Any) -> None:
-        """Write model.pt, with `more` than what is registered, and mark the run as finished."""
+        """Write model.pt, with what is registered and `more`, and mark the run as finished."""
         if self.args.save_model:
             self.logger.save(self.global_step, self.state | more)
         if self.args.checkpoint_every and not self.world.stop:
