@@ -169,7 +169,7 @@ def test_other_columns_are_refused_by_name(interrupted, tmp_path, monkeypatch):
     """Rows under the old header would be in the wrong columns."""
     run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
     monkeypatch.setattr(ppo_ddp, "COLUMNS", (*ppo_ddp.COLUMNS, "losses/mine"))
-    with pytest.raises(BadInput, match="^--run-dir: .*run was recorded with other columns of metrics.csv .losses/mine"):
+    with pytest.raises(BadInput, match="^--run-dir: .*run was recorded with other COLUMNS .losses/mine"):
         continued(ppo_ddp, run_dir)
 
 

@@ -64,11 +64,13 @@ def test_one_file_gives_the_scripts_bytes(script, tmp_path):
 
 def test_a_file_that_is_left_out_is_refused_by_the_copy_in_one_line(tmp_path):
     """Its packages and code are gone; all else runs."""
-    path = made("ppo_ddp.py", tmp_path, "--without", "pool")
+    path = made("ppo_ddp.py", tmp_path, "--without", "pool", "video")
     assert "# FROM common/pool.py" not in path.read_text() and "batch_space" not in path.read_text()
     refused = finish(start(path, 1, "--env-id envpool/CartPole-v1", cwd=tmp_path, PYTHONPATH=""), tmp_path)
     needed = "common.pool is left out of this file; make it anew with tools/onefile.py."
     assert refused.code == 2 and refused.err == f"error: --env-id envpool/CartPole-v1: {needed}\n"
+    refused = finish(start(path, 1, "--capture-video", cwd=tmp_path, PYTHONPATH=""), tmp_path)
+    assert refused.code == 2 and "error: --capture-video: common.run.video is left out of this file" in refused.err
     flags = "--total-timesteps 512 --eval-every 0 --run-dir run"
     assert finish(start(path, 1, flags, cwd=tmp_path, PYTHONPATH=""), tmp_path / "run").code == 0
     kept = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", "acting")
