@@ -576,6 +576,8 @@ def tried(draw: Draw, servers: Servers, broken: str = "") -> str:
         script = script_of(draw, folder)
         if draw.loads:
             made = run_of(draw, "1", [start_of_model(draw)], script, folder / "model", servers, broken)
+            if draw.edit in REFUSED and re.search(TOLD, made.out):
+                return "refused"
             if made.code:
                 return f"no model: {made.out[-3000:]}"
         for launch in draw.launches:
