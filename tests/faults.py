@@ -79,7 +79,6 @@ REFUSED_ENVIRONMENTS = [  # script, id, what is said; what begins with ":" is ma
     ("ppo", "LunarLander-v2", "use `LunarLander-v3`"),
     ("ppo", "nomodule:Env-v0", "No module named 'nomodule'"),
     ("ppo", "my/envs.py:Env-v0", "must be an id, such as"),
-    ("ppo", "PongNoFrameskip-v4", "PongNoFrameskip"),
     ("ppo", "ALE/NoSuchGame-v5", "NoSuchGame"),
     ("ppo", "MinAtar/NoSuch-v1", "NoSuch"),
     ("ppo", "phys2d/CartPole-v1", "pip install jax"),
