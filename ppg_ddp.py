@@ -23,7 +23,7 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
    and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout runs the policy alone, on vectors in numpy; values and old log-probabilities are computed
+4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities are computed
    after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per
    iteration.

@@ -179,12 +179,13 @@ def translate(graph: fx.Graph, num_inputs: int) -> None:
     inputs = [node for node in nodes if node.op == "placeholder"][:num_inputs]
     for node in reversed(nodes):
         is_call = node.op.startswith("call")
+        is_operator = getattr(node.target, "__module__", None) in ("_operator", "builtins")
         name = getattr(node.target, "__name__", node.target)
-        if is_call and name.endswith("_") and name not in ("and_", "or_"):  # in place, like `add_`
+        if is_call and not is_operator and name.endswith("_"):  # in place, like `add_`
             raise ValueError(f"{name} is not translated")
         if not node.users and node not in inputs:
             graph.erase_node(node)
-        elif is_call and getattr(node.target, "__module__", None) not in ("_operator", "builtins"):
+        elif is_call and not is_operator:
             # operators work on arrays as they are, and keep Python's numbers Python's (not numpy's float64)
             function = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
             node.target = NUMPY.get(name) or on_arrays(function)

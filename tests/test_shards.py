@@ -227,6 +227,17 @@ def test_a_rank_of_eight_exchanges_with_its_neighbours_at_growing_distances(monk
     assert peers == [[2, 2], [1, 1], [7, 7]]
 
 
+def test_gradients_of_an_earlier_step_are_refused():
+    """They would be added to a shard's, or replaced."""
+    loss = nn.Linear(2, 1)
+    loss.forward = lambda x: ((x @ loss.weight.T + loss.bias).sum(), {})
+    gradients = Gradients(World(False, 2))
+    gradients.add_loss(loss)
+    gradients.backward(loss, [torch.ones(3, 2)] * 2)
+    with pytest.raises(Fault, match="call optimizer.zero_grad.. before"):
+        gradients.backward(loss, [torch.ones(3, 2)] * 2)
+
+
 def test_an_evaluation_acts_for_one_shard_at_a_time():
     """Whose observations begin at a multiple of 64 bytes."""
     seen, addresses = [], set()
