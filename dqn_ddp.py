@@ -13,20 +13,16 @@ that results are the same, and a process may hold several. Without it, each proc
 
 Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling
 networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
-1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any
-   `--num-envs`.
+1. Sizes and periods are totals; at any `--num-envs` there are as many gradient steps per transition.
 2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from
    each of `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and
    losses are scaled to give the mean over the batch.
-3. Truncation bootstraps from the value of the last observation, termination does not (no difference:
-   CleanRL too).
+3. Truncation bootstraps from the value of the last observation, termination does not (as in CleanRL).
 4. Logged losses are means over all gradient steps since the last row.
-5. By default 4 environments and a gradient step per 8 transitions, where CleanRL takes 1 and one per
-   10. The learning rate falls to 0; where it is constant, as in CleanRL, three CartPole seeds in five
-   ended below 470.
-6. In `common/`: Atari games have no sticky actions; n-step returns stop where an episode ends; new
-   transitions get the largest priority that any rank has set; a checkpoint truncates all running
-   episodes.
+5. By default 4 environments and a gradient step per 8 transitions (CleanRL: 1, and 10). The learning
+   rate falls to 0; where it is constant, as in CleanRL, three CartPole seeds in five ended below 470.
+6. In `common/`: no sticky actions in Atari; n-step returns stop where an episode ends; new transitions
+   get the largest priority that any rank has set; a checkpoint truncates all running episodes.
 """
 
 from __future__ import annotations
@@ -306,9 +302,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """Greedy actions for evaluation."""
         return policy.by_module(obs).argmax(-1)
 
-    schedules = {"anneal_lr": args.anneal_lr, "per_beta": args.prioritized}
-    schedules["exploration_fraction"] = args.exploration_fraction
-    run.load_or_start(act, budget, **schedules)  # collective
+    schedules = {"exploration_fraction": args.exploration_fraction, "per_beta": args.prioritized}
+    run.load_or_start(act, budget, anneal_lr=args.anneal_lr, **schedules)  # collective
     experience = collect(args, run, rb, policy, generator)
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         rollout_start = time.perf_counter()

@@ -23,27 +23,22 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
    and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities are computed
-   after it.
-5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per
-   iteration.
+4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
+5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-   Without it (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k
-   steps; with it, none did.
+   With `--no-norm-reward`, one CartPole seed in five fell back from a good policy by 200 k steps.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
 8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
    bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
    truncates all running episodes.
-9. Policy and value losses share their epochs (`--update-epochs`), minibatches, and one Adam, which is
-   no difference at the paper's E_pi = E_V = 1. The value loss weighs half of the reference's
-   (`--vf-coef 1` is the reference's).
+9. Policy and value losses share epochs (`--update-epochs`), minibatches and one Adam, which is no
+   difference at the paper's E_pi = E_V = 1. The reference's weight of the value loss is `--vf-coef 1`.
 10. Gradient norms are clipped in both phases, and learning rates are annealed.
 11. Both phases shuffle single steps; the reference shuffles whole rollouts.
 12. Layers start orthogonal, as in PPO; the reference scales the weights of each output to one norm.
 13. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
-14. Phases and batches are small by default, for small problems; the paper's, for Procgen, are those of
-    the suite `procgen` (benchmark/suites.py). There, a time limit is a truncation; the reference takes
-    it for a termination.
+14. Phases and batches are small by default; the paper's, for Procgen, are in the suite `procgen`
+    (benchmark/suites.py). There, a time limit is a truncation; in the reference, a termination.
 """
 
 from __future__ import annotations
@@ -329,12 +324,7 @@ class Rollout(NamedTuple):
 
 
 def learning_batch(
-    args: Args,
-    run: Run,
-    agent: Agent,
-    rollout: Rollout,
-    obs_moments: RunningMoments,
-    return_moments: RunningMoments,
+    args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
 ) -> Batch:
     """Values, log-probabilities, advantages and returns of a rollout."""
     rewards = return_moments.scaled(rollout.rewards).astype(default_float())
@@ -430,13 +420,7 @@ class Phase:
     """A policy phase of K steps of n environments; a transition's index is step * n + environment."""
 
     def __init__(
-        self,
-        args: Args,
-        run: Run,
-        agent: Agent,
-        rollout: Rollout,
-        returns: torch.Tensor,
-        obs_moments: RunningMoments,
+        self, args: Args, run: Run, agent: Agent, rollout: Rollout, returns: torch.Tensor, obs_moments: RunningMoments
     ) -> None:
         self.run = run
         self.obs_moments = obs_moments

@@ -17,13 +17,10 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
    and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities are computed
-   after it.
-5. `--target-kl` decides on the epoch's mean over all ranks; normalisation statistics move once per
-   iteration.
+4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
+5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-   Without it (`--no-norm-reward`), one CartPole seed in five fell back from a good policy by 200 k
-   steps; with it, none did.
+   With `--no-norm-reward`, one CartPole seed in five fell back from a good policy by 200 k steps.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
 8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
    bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
@@ -268,12 +265,7 @@ class Rollout(NamedTuple):
 
 
 def learning_batch(
-    args: Args,
-    run: Run,
-    agent: Agent,
-    rollout: Rollout,
-    obs_moments: RunningMoments,
-    return_moments: RunningMoments,
+    args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
 ) -> Batch:
     """Values, log-probabilities, advantages and returns of a rollout."""
     rewards = return_moments.scaled(rollout.rewards).astype(default_float())

@@ -13,14 +13,12 @@ that results are the same, and a process may hold several. Without it, each proc
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay
 arXiv:1511.05952):
-1. Sizes and periods are global; `--train-frequency` keeps the gradient steps per transition at any
-   `--num-envs`.
+1. Sizes and periods are totals; at any `--num-envs` there are as many gradient steps per transition.
 2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from
    each of `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and
    losses are scaled to give the mean over the batch. Transition i of the batch gets the same noise,
    whichever rank serves it.
-3. Truncation bootstraps from the value of the last observation, termination does not (no difference:
-   CleanRL too).
+3. Truncation bootstraps from the value of the last observation, termination does not (as in CleanRL).
 4. Actor and temperature learn from the same sample (as in Stable-Baselines3), here in one backward
    pass.
 5. The log-determinant of tanh is computed in its stable form, without an epsilon.
