@@ -151,6 +151,7 @@ class CompiledGradient:
         self.on_gpu = parameters[0].is_cuda
         mode = "reduce-overhead" if self.on_gpu else None  # CUDA graphs
         self.function = torch.compile(gradient, fullgraph=True, dynamic=False, mode=mode)
+        self.may_trace = torch._dynamo.config.patch(trace_autograd_ops=True)  # 20 us to make, none to enter
         self.flats = parameters[0].new_zeros(num_shards, sum(p.numel() for p in parameters))
         self.views = []
         for flat in self.flats:
@@ -160,7 +161,7 @@ class CompiledGradient:
 
     def __call__(self, index: int, *inputs: Any) -> dict[str, torch.Tensor]:
         """Write the gradients of shard `index` to `flats` -> what the loss reports."""
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
+        with self.may_trace:
             gradients, stats = self.function(*inputs)
         torch._foreach_copy_(self.views[index], gradients)
         return {name: x.clone() for name, x in stats.items()} if self.on_gpu else stats  # CUDA graphs write there again
