@@ -128,6 +128,24 @@ SUITES = {
             {1: (1, 2, 3, 4, 5), 2: (1, 2, 3, 4, 5)},
         ),
         work("sac_ddp.py", "Pendulum-v1", "--total-timesteps 20000 --eval-every 1000", ONE_TO_FIVE),
+        work(
+            "ppo_ddp.py",
+            "CartPole-v1",
+            "--total-timesteps 200000 --eval-every 10000 --compile",
+            ONE_TO_THREE,
+            "compile",
+        ),
+        work(
+            "ppg_ddp.py",
+            "CartPole-v1",
+            "--total-timesteps 300000 --eval-every 15000 --compile",
+            ONE_TO_THREE,
+            "compile",
+        ),
+        work("dqn_ddp.py", "CartPole-v1", "--eval-every 25000 --log-every 5000 --compile", ONE_TO_THREE, "compile"),
+        work(
+            "sac_ddp.py", "Pendulum-v1", "--total-timesteps 20000 --eval-every 1000 --compile", ONE_TO_THREE, "compile"
+        ),
     ],
     "exact": [
         work("ppo_ddp.py", "CartPole-v1", "--shards 2 --total-timesteps 200000 --eval-every 10000", ONE_AND_TWO),
