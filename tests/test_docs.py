@@ -14,7 +14,7 @@ from runs import ROOT, run
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py")
-MODULES = ("run", "plot", "compare", "speed", "scaling", "picture")  # of benchmark
+MODULES = ("run", "plot", "compare", "plot_runs", "speed", "scaling", "picture")  # of benchmark
 TOOLS = ("fuzz.py", "chaos.py", "faults.py", "elastic.py")
 
 
