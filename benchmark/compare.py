@@ -27,6 +27,7 @@ import tyro
 from benchmark.run import or_say_why
 from common.errors import BadInput
 from common.run.arguments import MAY_CHANGE_ON_RESUME
+from common.run.record import DECIDES_BYTES
 
 UNLIKE = {
     "command",
@@ -160,6 +161,17 @@ def compare_records(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {x.get(name)} against {y.get(name)}"
 
 
+def why_not_the_same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """What of processor, versions, threads and processes differs, of what both records say, so that bytes differ."""
+    names = [name for name in DECIDES_BYTES if name != "sources"]  # other code may well give the same bytes
+    x, y = ({name: r[name] for name in names if name in r} | r.get("versions", {}) for r in (a, b))
+    found = [f"{name} {x[name]} against {y[name]}" for name in x if name in y and x[name] != y[name]]
+    sizes = [r.get("world_size") for r in (a, b)]
+    if sizes[0] != sizes[1] and a.get("args", {}).get("shards") is None:
+        found.append(f"{sizes[0]} against {sizes[1]} processes without --shards")
+    return found
+
+
 @dataclass
 class Args:
     run: tyro.conf.Positional[Path]
@@ -176,6 +188,8 @@ def main(args: Args) -> int:
         found += compare_models(a.model, b.model)
     if not found:
         print(f"the same bytes: {len(b.rows):,} rows{', and the tensors of model.pt' if models else ''}")
+    elif reasons := why_not_the_same(a.record, b.record):
+        print(f"not to be expected to have the same bytes: {', '.join(reasons)}")
     print(*found, sep="\n", end="\n" if found else "")
     differences = list(compare_records(a.record, b.record))
     if differences:

@@ -1,5 +1,6 @@
 """README and docs: their commands are accepted, the programs are run by other tests, and links lead somewhere."""
 
+import dataclasses
 import importlib
 import re
 import shlex
@@ -14,7 +15,7 @@ from runs import ROOT, run
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 SCRIPTS = ("ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py")
-MODULES = ("run", "plot", "compare", "speed", "scaling", "picture")  # of benchmark
+MODULES = ("run", "plot", "compare", "plot_runs", "speed", "scaling", "picture")  # of benchmark
 TOOLS = ("fuzz.py", "chaos.py", "faults.py", "elastic.py")
 
 
@@ -103,3 +104,31 @@ def test_the_environment_of_the_docs_trains(tmp_path, monkeypatch):
     (tmp_path / "my_env.py").write_text(textwrap.dedent(program))
     monkeypatch.syspath_prepend(tmp_path)
     run("ppo_ddp.py", 1, "--env-id my_env:Target-v0 --num-steps 8 --total-timesteps 512", tmp_path / "run")
+
+
+def test_the_table_of_sizes_has_every_size():
+    """docs/sizes.md: each flag that counts something or is a period, beside the scripts that have it."""
+    page = (ROOT / "docs" / "sizes.md").read_text()
+    rows = re.findall(r"^\| `--(\S+)` \| ([^|]+) \|.*\| (.*) \|$", page, re.MULTILINE)
+    told = {name: scripts for name, scripts, _ in rows}
+    found = {}
+    for script in SCRIPTS:
+        for field in dataclasses.fields(importlib.import_module(script.removesuffix(".py")).Args):
+            if field.type.split()[0] in ("Count", "Whole", "Period", "Threads"):
+                name = field.name.replace("_", "-")
+                found.setdefault(name, []).append(script.removesuffix("_ddp.py").upper())
+    assert told == {name: "all" if len(x) == 4 else ", ".join(x) for name, x in found.items()}
+    assert {per for *_, per in rows} == {"a total", "per environment", "per process"}
+
+
+@pytest.mark.parametrize("script", ["ppo", "dqn", "sac"])
+def test_the_defaults_beside_those_of_others_are_ours(script):
+    """docs/moving.md: each flag of a table with its default."""
+    section = (ROOT / "docs" / "moving.md").read_text().partition(f"\n## {script.upper()}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `--(\S+)` \| (\S+) \|", section, re.MULTILINE)
+    args = importlib.import_module(f"{script}_ddp").Args()
+    assert len(rows) > 10
+    for name, told in rows:
+        value = getattr(args, name.replace("-", "_"))
+        words = {True: "on", False: "off", None: "none"} if value is None or isinstance(value, bool) else {}
+        assert words.get(value) == told or told.strip("`") == value or float(told) == value, name

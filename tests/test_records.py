@@ -2,10 +2,12 @@
 
 import csv
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from benchmark import run as runner
 from common.distributed import World
 from common.run.arguments import parse
 from common.run.record import changes, environment_record, processor, source_record
+from fuzz import PROCESSORS
 from runs import ROOT
 
 SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "eval_every": 160}
@@ -60,6 +63,16 @@ def test_a_run_keeps_what_ran(tmp_path, monkeypatch):
     assert config["instructions"] == torch.backends.cpu.get_cpu_capability()
 
 
+def test_instructions_that_variables_choose_are_recorded():
+    """Those by which tests imitate an older processor: what torch and OpenBLAS then take, and the others themselves."""
+    program = "import json; from common.distributed import World; from common.run.record import environment_record;"
+    program += "print(json.dumps(environment_record(World(cuda=False))))"
+    words = {"cwd": ROOT, "env": os.environ | PROCESSORS["old"], "capture_output": True, "check": True}
+    record = json.loads(subprocess.run([sys.executable, "-c", program], **words).stdout)
+    assert record["instructions"] == "DEFAULT MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41"
+    assert any("Nehalem" in library for library in record["blas"])
+
+
 @pytest.mark.parametrize("name", ["device", "instructions", "threads", "blas", "sources", "torch"])
 def test_what_changes_the_bytes_is_named(name):
     record = environment_record(World(cuda=False)) | {"sources": "a"}
@@ -91,6 +104,26 @@ def test_two_seeds_part_at_once(recorded, capsys):
     code, said = told(capsys, recorded / "a", recorded / "other")
     assert code == 1 and "they part in row 1, step 0: eval/episodic_return is " in said
     assert "\n    args.seed: 1 against 2\n" in said and re.search(r"model.pt: \d+ tensors of 18 differ", said)
+
+
+def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so_in_one_line(recorded, tmp_path, capsys):
+    """The first: with what differs of processor, instructions, versions, threads and BLAS, but not of code or flags."""
+    assert "not to be expected" not in told(capsys, recorded / "a", recorded / "other")[1]
+    other = tmp_path / "other"
+    shutil.copytree(recorded / "other", other)
+    record = json.loads((other / "config.json").read_text())
+    changed = {"instructions": "none", "threads": 9, "sources": "x", "versions": record["versions"] | {"torch": "1.0"}}
+    (other / "config.json").write_text(json.dumps(record | changed))
+    first, *rest = told(capsys, recorded / "a", other)[1].splitlines()
+    reasons = f"instructions {record['instructions']} against none, threads 1 against 9, torch {torch.__version__}"
+    assert first == f"not to be expected to have the same bytes: {reasons} against 1.0"
+    assert rest[0].startswith("they part in row 1")
+    (other / "config.json").write_text(json.dumps(record | {"world_size": 2}))
+    first = told(capsys, recorded / "a", other)[1].splitlines()[0]
+    assert first == "not to be expected to have the same bytes: 1 against 2 processes without --shards"
+    record["args"]["shards"] = 4
+    (other / "config.json").write_text(json.dumps(record | {"world_size": 2}))
+    assert "not to be expected" not in told(capsys, other, recorded / "a")[1]
 
 
 def changed_copy(recorded: Path, folder: Path, row: int, name: str, change) -> Path:

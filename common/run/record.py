@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import shlex
@@ -22,6 +23,9 @@ from common.errors import BadInput, flag, require
 from common.run.arguments import MAY_CHANGE_ON_RESUME
 
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minatar", "mujoco")
+# variables by which MKL, oneDNN and numpy take other instructions; torch and OpenBLAS name those that they take
+LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
+LIMITS += ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "sources")  # of a record, with its versions
 
 
@@ -70,7 +74,8 @@ def processor() -> str:
 def environment_record(world: World) -> dict[str, Any]:
     """What a rerun must know beside the code: processes, command, threads, versions, processor."""
     record = {"world_size": world.world_size, "command": shlex.join(sys.argv), "device": processor()}
-    record["instructions"] = torch.backends.cpu.get_cpu_capability()  # such as AVX512
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
+    record["instructions"] = " ".join([torch.backends.cpu.get_cpu_capability(), *limits])  # such as AVX512
     record["threads"] = torch.get_num_threads()
     libraries = [x for x in threadpool_info() if x["user_api"] == "blas"]
     facts = ("internal_api", "version", "architecture", "num_threads")
