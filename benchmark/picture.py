@@ -119,7 +119,7 @@ def draw(args: Args) -> None:
         axes[1].axvline(step / 1000, color=COLOURS[size], linewidth=1.5, linestyle="--")
     axes[1].plot([], [], color="grey", linestyle="--", label="killed (colour: processes)")
     axes[0].set(title="--shards 4: three runs, the same bytes", ylabel="return of evaluations")
-    axes[0].set(ylim=(-250, 50))  # of all three; first evaluations are below
+    axes[0].set(ylim=(-250, 300))  # of all three; first evaluations are below
     axes[1].set(title="the same, killed and resumed", xlabel="environment transitions (thousands)")
     axes[2].set(title="without --shards: roundings part them")
     for axis in axes:

@@ -226,6 +226,7 @@ WORKS = {
     },
     4: {
         "1 rank of 8 envs": partial(ours, "ppo_ddp.py", f"{BREAKOUT} 8 --total-timesteps 10240", 1, 1),
+        "1 rank of 16 envs": partial(ours, "ppo_ddp.py", f"{BREAKOUT} 16 --total-timesteps 20480", 1, 1),
         "2 ranks of 8 envs": partial(ours, "ppo_ddp.py", f"{BREAKOUT} 16 --total-timesteps 20480", 2, 1),
     },
     5: {
@@ -279,7 +280,10 @@ RATIOS = {
         ("2 ranks, 4 envs each", "1 rank, 8 envs", "better 1.1"),
     ],
     3: [("ours t1", "peer t1", "at least 1.2, better 1.5"), ("ours t2", "peer t2", "at least 1.3, better 1.6")],
-    4: [("2 ranks of 8 envs", "1 rank of 8 envs", "at least 1.7, better 1.9")],
+    4: [
+        ("2 ranks of 8 envs", "1 rank of 8 envs", "at least 1.7, better 1.9"),
+        ("2 ranks of 8 envs", "1 rank of 16 envs", "no goal"),
+    ],
     5: [("ours", "peer", "at least 2.1, better 2.7"), ("ours, --compile", "peer", "at least 2.5, better 3")],
     **dict.fromkeys(
         (10, 11),

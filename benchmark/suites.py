@@ -63,7 +63,7 @@ PPG_EASY = f"{EASY} --update-epochs 1 --n-pi 8 --aux-epochs 6 --num-aux-minibatc
 PPO_PROCGEN = f"{PROCGEN} --update-epochs 3"
 PPG_PROCGEN = f"{PROCGEN} --update-epochs 1 --n-pi 32 --aux-epochs 6 --num-aux-minibatches 512"
 # of the picture in README
-PROMISE = "--total-timesteps 500000 --eval-every 16384 --num-envs 16 --num-steps 1024 --num-minibatches 64"
+PROMISE = "--total-timesteps 1000000 --eval-every 16384 --num-envs 16 --num-steps 1024 --num-minibatches 64"
 PROMISE += " --learning-rate 3e-4 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
 
 
