@@ -33,8 +33,8 @@ class Logger:
     """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to trackers.
 
     `file`: the script; `columns`: the header of metrics.csv; `eval_envs`: --capture-video films the first.
-    Raises `BadInput`, naming the flag, for a directory that holds another run or cannot be made, a missing
-    package and a tracker that does not begin; later `Fault`, with the path, if a file cannot be written.
+    Raises `BadInput`, naming the flag, for a directory that holds another run or cannot be made and for
+    a tracker that does not begin; later `Fault`, with the path, if a file cannot be written.
     Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`: whether the directory holds a run to
     continue; `finished`: whether that is complete; `longer`: whether it was to be shorter.
     """
@@ -54,9 +54,8 @@ class Logger:
         self.eval_envs = eval_envs
         self.film = None
         if args.capture_video:
-            from common.run.video import film, import_encoder
+            from common.run.video import film
 
-            import_encoder()
             self.film = film
         self.latest: dict[str, float] = {"global_step": 0}  # the newest number of each column
         self.num_rows = 0
