@@ -184,9 +184,8 @@ class Run:
             from common.run.checkpoint import Checkpoints
 
             self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay)
-            self.checkpoints.read_newest({name: part * last_step for name, part in schedules.items()})  # collective
-            self.checkpoint_number = self.checkpoints.number
-            self.global_step = self.checkpoints.global_step
+            ends = {name: part * last_step for name, part in schedules.items()}
+            self.global_step, self.checkpoint_number = self.checkpoints.read_newest(ends)  # collective
             self.checkpoint_step = self.global_step
         if args.load_model is not None and not self.global_step:
             from common.run.checkpoint import load_model
@@ -240,8 +239,8 @@ class Run:
             if due:
                 if self.replay is not None:
                     self.replay.cut()  # collective
-                self.checkpoints.write(global_step)  # collective
-                self.checkpoint_number = self.checkpoints.number
+                self.checkpoint_number += 1
+                self.checkpoints.write(global_step, self.checkpoint_number)  # collective
                 self.environments_must_start = True
         return False
 
