@@ -307,7 +307,7 @@ UNIFORM = {"anneal_lr": False, "prioritized": False}
     "module, flags, longer, said",
     [
         (ppo_ddp, {}, 96, "80 to go on with .*64, because --anneal-lr changes until transition 96"),
-        (dqn_ddp, {"anneal_lr": False}, 400, ".*, because --per-beta changes until transition 400"),
+        (dqn_ddp, {"anneal_lr": False, "exploration_fraction": 0.375}, 400, ".*, because --per-beta changes until"),
         (dqn_ddp, UNIFORM | {"exploration_fraction": 0.375}, 400, None),
     ],
 )
