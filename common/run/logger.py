@@ -20,7 +20,7 @@ import torch
 
 from common.distributed import World
 from common.environments import Environments
-from common.errors import BadInput, Fault, flag, one_line
+from common.errors import BadInput, Fault, one_line
 from common.run.arguments import RunArgs
 from common.run.record import environment_record, require_same_run, source_record
 from common.state import state_of
@@ -158,9 +158,8 @@ class Logger:
         if not self.enabled:
             return
         path = self.dir / "metrics.csv"
-        size = path.stat().st_size if path.exists() else 0
-        if size < state["length"]:
-            raise Fault(f"{path}: has {size} bytes, fewer than at the checkpoint ({state['length']}).")
+        if not path.exists() or path.stat().st_size < state["length"]:
+            raise Fault(f"{path}: is shorter than at the checkpoint ({state['length']} bytes).")
         (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
         os.truncate(path, state["length"])
         self.wall = state["wall"]
@@ -199,8 +198,7 @@ class Logger:
             self._write_row({"global_step": global_step} | row)
         for name, value in row.items():
             if name.startswith("losses/") and not math.isfinite(value):
-                rates = [n for n, x in vars(self.args).items() if n.endswith(("_lr", "_rate")) and type(x) is float]
-                raise Fault(f"step {global_step}: {name} is not finite; try a lower {' or '.join(map(flag, rates))}.")
+                raise Fault(f"step {global_step}: {name} is not finite; try a lower learning rate.")
 
     def _write_row(self, row: dict[str, float | int]) -> None:
         """Write a row to metrics.csv, film its evaluation, send it to trackers and show it."""
@@ -215,7 +213,7 @@ class Logger:
             self.evaluated += row["time/eval"]
         else:
             row["time/SPS"] = step / (row["time/wall"] - self.evaluated)
-        cells = {name: repr(plain(row[name])) if name in row else "" for name in self.columns}
+        cells = {name: f"{row[name]}" if name in row else "" for name in self.columns}
         path = self.dir / "metrics.csv"
         try:
             with open(path, "a") as file:
@@ -293,8 +291,3 @@ class Logger:
 def for_model(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a run's state goes into model.pt: all except optimisers and generators."""
     return {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}
-
-
-def plain(value: Any) -> int | float:
-    """A numpy or torch scalar as Python's own, so that `repr` gives the shortest digits that read back equal."""
-    return value.item() if hasattr(value, "item") else value
