@@ -164,8 +164,6 @@ class RunArgs:
             self.require(self.total_timesteps >= least, "total_timesteps", needed)
         else:
             self.require(self.eval_every > 0, "eval_every", "at least 1 with --total-timesteps 0")
-            self.require(not self.save_model, "save_model", "left off with --total-timesteps 0")
-            self.require(not self.checkpoint_every, "checkpoint_every", "0 with --total-timesteps 0")
 
 
 def next_multiple(number: int, divisor: int) -> int:

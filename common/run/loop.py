@@ -114,7 +114,7 @@ class Run:
         self.checkpoints: Any = None
         self.checkpoint_number = 0  # how many have been written
         self.environments_must_start = True
-        self.compiles = False  # as `load_or_start` decides
+        self.compiles = args.compile
         self.global_step = 0
         self.last_step = 0
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
@@ -175,7 +175,6 @@ class Run:
         """
         args = self.args
         self.last_step = last_step
-        self.compiles = args.compile
         if args.compile and self.replay is not None and self.world.num_shards > 1:
             self.compiles = self.replay.plain and args.batch_size % self.world.num_shards == 0
             if not self.compiles:  # each size would be compiled anew
