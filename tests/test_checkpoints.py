@@ -138,10 +138,6 @@ def longer(path):
     path.write_bytes(path.read_bytes() + b"0")
 
 
-def removed(path):
-    path.unlink()
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(interrupted, tmp_path, capfd):
     """One that torch does not read."""
     folder, whole = interrupted
