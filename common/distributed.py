@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -44,7 +43,7 @@ class World:
         self.local_rank = int(launched.get("LOCAL_RANK", 0))
         self.world_size = int(launched.get("WORLD_SIZE", 1))
         self.local_world_size = int(launched.get("LOCAL_WORLD_SIZE", 1))
-        self.affinity = set(psutil.Process().cpu_affinity()) if psutil.LINUX else set(range(os.cpu_count()))
+        self.affinity = os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count()))
         self.cores = max(1, len(self.affinity) // self.local_world_size)
         self.device = torch.device("cpu")
         self.nccl = False  # it needs a GPU for each rank

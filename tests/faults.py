@@ -56,7 +56,6 @@ REFUSED_FLAGS = [  # script, flags, what is said
         "--total-timesteps 0 --load-model a --eval-every 0",
         "--eval-every 0: must be at least 1 with --total-time",
     ),
-    ("ppo", "--track --timeout 29", "--timeout 29.0: must be at least 30 with --track"),
     ("ppo", "--timeout 1e10", "--timeout 10000000000.0: must be a number above 0, at most 1e6"),
     ("ppo", "--total-timesteps 100", "--total-timesteps 100: must be at least one iteration"),
     ("ppo", "--num-envs 1 --num-steps 16 --num-minibatches 16", "--norm-adv minibatch: must be none"),

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 
 import pytest
 
@@ -9,8 +10,8 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.errors import BadInput, require_divisible
-from common.run.arguments import parse
+from common.errors import BadInput, flag, require_divisible
+from common.run.arguments import PACKAGES_OF_FLAGS, parse
 from common.run.loop import crossed
 from runs import ROOT, finish, run, start
 from tests import faults
@@ -93,14 +94,14 @@ def test_periods_happen_at_or_past_each_multiple():
 
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "minatar.gym", None)
-    monkeypatch.setitem(__import__("sys").modules, "minatar", None)
+    monkeypatch.setitem(sys.modules, "minatar.gym", None)
+    monkeypatch.setitem(sys.modules, "minatar", None)
     with pytest.raises(BadInput, match=r"--env-id MinAtar/Breakout-v1.*pip install minatar"):
         ppo_ddp.main(ppo_ddp.Args(env_id="MinAtar/Breakout-v1", run_dir=str(tmp_path / "run")))
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(BadInput, match=r"--track.*pip install wandb"):
-        ppo_ddp.main(ppo_ddp.Args(track=True, run_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run" / "metrics.csv").exists()
+    for name, package in PACKAGES_OF_FLAGS.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(BadInput, match=f"^{flag(name)}: needs {package}: pip install {package}$"):
+            ppo_ddp.Args(**{name: True})
 
 
 @pytest.mark.parametrize(

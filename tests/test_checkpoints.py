@@ -138,10 +138,6 @@ def longer(path):
     path.write_bytes(path.read_bytes() + b"0")
 
 
-def removed(path):
-    path.unlink()
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(interrupted, tmp_path, capfd):
     """One that torch does not read."""
     folder, whole = interrupted
@@ -153,16 +149,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(interrupted, tmp
     assert [line for line in lines if str(newest) in line and "looking for an older" in line]
     assert [line for line in lines if "going on from" in line] == [f"going on from {before}"]
     assert rows(run_dir) == whole[ppo_ddp]
-
-
-def test_what_a_killed_attempt_left_is_removed_before_more_is_written(interrupted, tmp_path):
-    """Otherwise a part of a checkpoint stays for as long as the disk that it fills takes no whole one."""
-    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
-    part = run_dir / "checkpoints" / "80.0123abcd.part"
-    part.mkdir()
-    (part / "replay-0").write_bytes(bytes(1000))
-    continued(ppo_ddp, run_dir)  # which writes no checkpoint any more
-    assert kept(run_dir) == ["48", "64"]
 
 
 def test_other_columns_are_refused_by_name(interrupted, tmp_path, monkeypatch):
@@ -202,11 +188,10 @@ def write_slowly(run_dir) -> None:
     with world.process_group(200.0), world.watchdog.watching(args.timeout):  # to meet may take longer
         checkpoints = Checkpoints(args, world, logger, {}, Slow())
         checkpoints.read_newest({})
-        checkpoints.write(512)
+        checkpoints.write(512, 1)
         logger.resumed = True
         again = Checkpoints(args, world, logger, {}, Slow())
-        again.read_newest({})
-        assert again.global_step == 512 and again.replay.found == [0, 1, 2, 3]
+        assert again.read_newest({}) == (512, 1) and again.replay.found == [0, 1, 2, 3]
     end_now(0)
 
 
@@ -318,7 +303,7 @@ UNIFORM = {"anneal_lr": False, "prioritized": False}
     "module, flags, longer, said",
     [
         (ppo_ddp, {}, 96, "80 to go on with .*64, because --anneal-lr changes until transition 96"),
-        (dqn_ddp, {"anneal_lr": False}, 400, ".*, because --per-beta changes until transition 400"),
+        (dqn_ddp, {"anneal_lr": False, "exploration_fraction": 0.375}, 400, ".*, because --per-beta changes until"),
         (dqn_ddp, UNIFORM | {"exploration_fraction": 0.375}, 400, None),
     ],
 )
@@ -492,7 +477,7 @@ def test_cut_write_start_anew(module, tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     note(Environments, "start", lambda checkpoint=0: f"start {checkpoint}")
-    note(Checkpoints, "write", lambda step: f"write {step}")
+    note(Checkpoints, "write", lambda step, number: f"write {step}")
     note(ReplayBuffer, "cut", lambda: "cut")
     note(ReplayBuffer, "start", lambda obs: "fill")
     settings = SMALL | RUNS[dqn_ddp] | {"total_timesteps": 160, "prioritized": False, "num_threads": 1}

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
@@ -56,6 +57,7 @@ GROUPS = {
 # these change no number and no row (--cuda changes roundings, and that is printed)
 MAY_CHANGE_ON_RESUME = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard"}
 MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "check_sync_every", "timeout", "cuda", "shared_memory"}
+PACKAGES_OF_FLAGS = {"track": "wandb", "tensorboard": "tensorboard", "capture_video": "av"}
 
 
 @dataclass
@@ -122,7 +124,7 @@ class RunArgs:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in shared}
 
     def __post_init__(self) -> None:
-        """Check every field, a script's own too, against the range in its annotation."""
+        """Check every field, a script's own too, against the range in its annotation; and for missing packages."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             for annotated in (hint, *get_args(hint)):  # itself, or in a union with None
@@ -135,8 +137,9 @@ class RunArgs:
             self.require(self.eval_every > 0, "eval_every", "at least 1 with --stop-at-return")
         if self.capture_video:
             self.require(self.eval_every > 0, "eval_every", "at least 1 with --capture-video")
-        if self.track:  # an unreachable wandb is given up before the ranks have waited for each other
-            self.require(self.timeout >= 30, "timeout", "at least 30 with --track")
+        for name, package in PACKAGES_OF_FLAGS.items():
+            if getattr(self, name) and find_spec(package) is None:
+                raise BadInput(f"{flag(name)}: needs {package}: pip install {package}")
         if self.resume:
             self.require(self.run_dir is not None, "run_dir", "a directory with --resume")
             self.require(self.checkpoint_every > 0, "checkpoint_every", "at least 1 with --resume")
@@ -161,8 +164,6 @@ class RunArgs:
             self.require(self.total_timesteps >= least, "total_timesteps", needed)
         else:
             self.require(self.eval_every > 0, "eval_every", "at least 1 with --total-timesteps 0")
-            self.require(not self.save_model, "save_model", "left off with --total-timesteps 0")
-            self.require(not self.checkpoint_every, "checkpoint_every", "0 with --total-timesteps 0")
 
 
 def next_multiple(number: int, divisor: int) -> int:

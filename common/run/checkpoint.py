@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -26,7 +25,6 @@ from common.run.logger import Logger, for_model
 from common.run.record import changes
 from common.state import restore, state_of
 
-ERRORS = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError)  # of `load`
 load = partial(torch.load, map_location="cpu", weights_only=True)
 
 
@@ -35,7 +33,6 @@ class Checkpoints:
 
     `state`: modules, optimisers, generators, tensors and what has `state_dict`, equal on all ranks;
     `replay`: a `ReplayBuffer`, of which each rank has its part. Every rank makes one.
-    Attributes: `global_step` and `number` (1, 2, ...) of the last checkpoint, 0 before the first.
     Raises `BadInput` (--shards) on a number of processes whose sums come in another order after each start.
     """
 
@@ -47,18 +44,15 @@ class Checkpoints:
         self.state = {**state, "logger": logger, "torch": torch.default_generator}
         if replay is not None:
             self.state["replay"] = replay
-        self.global_step = 0
-        self.number = 0
         # three ranks' numbers are added in an order that moves with DDP's buckets, which each start lays out anew
         needed = f"set with --checkpoint-every on {world.world_size} processes, to 4, 8, ..."
         require(world.sharded or world.world_size <= 2, "--shards", args.shards, needed)
-        self.dir = Path(args.run_dir or ".")
 
-    def read_newest(self, ends: dict[str, float]) -> None:
-        """With --resume, go on from the newest checkpoint, if there is one. Every rank must call.
+    def read_newest(self, ends: dict[str, float]) -> tuple[int, int]:
+        """With --resume, go on from the newest checkpoint -> its `global_step` and number; 0, 0 if there is none.
 
         `ends`: by flag, the step at which a schedule ends. Raises `BadInput`, naming the flag, if the run
-        cannot go on, and `SystemExit` with code 0 if it is finished.
+        cannot go on, and `SystemExit` with code 0 if it is finished. Every rank must call.
         """
         run_dir, name = self.world.gather_objects(self._find() if self.logger.enabled else None)[0]  # collective
         self.dir = run_dir / "checkpoints"
@@ -67,8 +61,7 @@ class Checkpoints:
         if name == "finished":
             self.logger.note(f"{run_dir} holds the finished run: nothing is left to do")
             raise SystemExit(0)
-        if name:
-            self._read(self.dir / name, ends)
+        return self._read(self.dir / name, ends) if name else (0, 0)
 
     def _find(self) -> tuple[Path, str]:
         """Rank 0: the run directory, and the name of the checkpoint that is to be read, "finished", or nothing."""
@@ -78,9 +71,7 @@ class Checkpoints:
             return run_dir, "finished"
         if not logger.resumed:
             return run_dir, ""
-        folders = list((run_dir / "checkpoints").glob("*"))
-        for part in (folder for folder in folders if folder.suffix == ".part"):  # which may fill the disk
-            shutil.rmtree(part, ignore_errors=True)
+        folders = (run_dir / "checkpoints").glob("*")
         for step in sorted((int(folder.name) for folder in folders if folder.name.isdigit()), reverse=True):
             folder = run_dir / "checkpoints" / str(step)
             try:
@@ -88,23 +79,22 @@ class Checkpoints:
                 for shard in range(self.world.num_shards if self.replay is not None else 0):
                     load(folder / f"replay-{shard}", mmap=True)
                 return run_dir, str(step)
-            except ERRORS as error:
+            except Exception as error:  # torch raises many kinds
                 logger.note(f"{folder}: cannot be read ({one_line(error)}); looking for an older checkpoint")
         if logger.longer:
             fault = f"{run_dir} holds no checkpoint from which a longer run could go on"
             raise BadInput(f"--total-timesteps {self.args.total_timesteps}: {fault}; name another --run-dir.")
         return run_dir, ""
 
-    def _read(self, folder: Path, ends: dict[str, float]) -> None:
+    def _read(self, folder: Path, ends: dict[str, float]) -> tuple[int, int]:
         state = load(folder / "state.pt")
         about = state["checkpoint"]
-        self.global_step = about["global_step"]
-        self.number = about["number"]
+        global_step = about["global_step"]
         total = self.args.total_timesteps
         planned = about["record"]["args"]["total_timesteps"]
         for name, end in ends.items():
             needed = f"{planned} to go on with {folder}, because {flag(name)} changes until transition {math.ceil(end)}"
-            require(total == planned or end <= self.global_step, "--total-timesteps", total, needed)
+            require(total == planned or end <= global_step, "--total-timesteps", total, needed)
         for name, value in self.state.items():
             restore(value, state[name])
         if self.replay is not None:
@@ -114,18 +104,17 @@ class Checkpoints:
         self.logger.note(f"going on from {folder}")
         if self.logger.enabled:
             if changed := changes(about["record"], self.logger.record):
-                self.logger.continued(self.global_step, "no longer the same bytes as without a stop", changed)
+                self.logger.continued(global_step, "no longer the same bytes as without a stop", changed)
             if total != planned:
                 budgets = f"total_timesteps {total}, before {planned}"
-                self.logger.continued(self.global_step, "longer than it was to be", [budgets])
+                self.logger.continued(global_step, "longer than it was to be", [budgets])
+        return global_step, about["number"]
 
-    def write(self, global_step: int) -> None:
+    def write(self, global_step: int, number: int) -> None:
         """Write a checkpoint, after which all environments are to start anew; if it fails, say so and go on.
 
-        Every rank must call.
+        `number`: how many there were, with this one. Every rank must call.
         """
-        self.global_step = global_step
-        self.number += 1
         folder = self.dir / f"{global_step}.part"
         fault = ""
         try:
@@ -136,7 +125,7 @@ class Checkpoints:
                     self.world.watchdog.feed()
             if self.logger.enabled:
                 state = {name: state_of(value) for name, value in self.state.items()}
-                about = {"global_step": global_step, "number": self.number, "record": self.logger.record}
+                about = {"global_step": global_step, "number": number, "record": self.logger.record}
                 save(folder / "state.pt", state | {"checkpoint": about})
         except (OSError, RuntimeError) as error:  # torch raises its own for a full disk's
             fault = one_line(error if isinstance(error, OSError) else error.__context__ or error)
@@ -170,7 +159,7 @@ def read_model(path: str) -> dict[str, Any]:
     try:
         model = load(path)
         return {"args": model["args"]} | model
-    except (*ERRORS, TypeError) as error:
+    except Exception as error:
         reason = getattr(error, "strerror", None) or "no model.pt"
         raise BadInput(f"--load-model {path}: cannot be read ({reason}).") from error
 

@@ -20,7 +20,7 @@ import torch
 
 from common.distributed import World
 from common.environments import Environments
-from common.errors import BadInput, Fault, flag, one_line
+from common.errors import BadInput, Fault, one_line
 from common.run.arguments import RunArgs
 from common.run.record import environment_record, require_same_run, source_record
 from common.state import state_of
@@ -33,8 +33,8 @@ class Logger:
     """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to trackers.
 
     `file`: the script; `columns`: the header of metrics.csv; `eval_envs`: --capture-video films the first.
-    Raises `BadInput`, naming the flag, for a directory that holds another run or cannot be made, a missing
-    package and a tracker that does not begin; later `Fault`, with the path, if a file cannot be written.
+    Raises `BadInput`, naming the flag, for a directory that holds another run or cannot be made and for
+    a tracker that does not begin; later `Fault`, with the path, if a file cannot be written.
     Attributes on rank 0: `dir`; `record`, as in config.json; `resumed`: whether the directory holds a run to
     continue; `finished`: whether that is complete; `longer`: whether it was to be shorter.
     """
@@ -54,9 +54,8 @@ class Logger:
         self.eval_envs = eval_envs
         self.film = None
         if args.capture_video:
-            from common.run.video import film, import_encoder
+            from common.run.video import film
 
-            import_encoder()
             self.film = film
         self.latest: dict[str, float] = {"global_step": 0}  # the newest number of each column
         self.num_rows = 0
@@ -159,9 +158,8 @@ class Logger:
         if not self.enabled:
             return
         path = self.dir / "metrics.csv"
-        size = path.stat().st_size if path.exists() else 0
-        if size < state["length"]:
-            raise Fault(f"{path}: has {size} bytes, fewer than at the checkpoint ({state['length']}).")
+        if not path.exists() or path.stat().st_size < state["length"]:
+            raise Fault(f"{path}: is shorter than at the checkpoint ({state['length']} bytes).")
         (self.dir / "finished").unlink(missing_ok=True)  # first: a run that was to be shorter goes on
         os.truncate(path, state["length"])
         self.wall = state["wall"]
@@ -200,8 +198,7 @@ class Logger:
             self._write_row({"global_step": global_step} | row)
         for name, value in row.items():
             if name.startswith("losses/") and not math.isfinite(value):
-                rates = [n for n, x in vars(self.args).items() if n.endswith(("_lr", "_rate")) and type(x) is float]
-                raise Fault(f"step {global_step}: {name} is not finite; try a lower {' or '.join(map(flag, rates))}.")
+                raise Fault(f"step {global_step}: {name} is not finite; try a lower learning rate.")
 
     def _write_row(self, row: dict[str, float | int]) -> None:
         """Write a row to metrics.csv, film its evaluation, send it to trackers and show it."""
@@ -216,7 +213,7 @@ class Logger:
             self.evaluated += row["time/eval"]
         else:
             row["time/SPS"] = step / (row["time/wall"] - self.evaluated)
-        cells = {name: repr(plain(row[name])) if name in row else "" for name in self.columns}
+        cells = {name: f"{row[name]}" if name in row else "" for name in self.columns}
         path = self.dir / "metrics.csv"
         try:
             with open(path, "a") as file:
@@ -294,8 +291,3 @@ class Logger:
 def for_model(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a run's state goes into model.pt: all except optimisers and generators."""
     return {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}
-
-
-def plain(value: Any) -> int | float:
-    """A numpy or torch scalar as Python's own, so that `repr` gives the shortest digits that read back equal."""
-    return value.item() if hasattr(value, "item") else value

@@ -114,7 +114,7 @@ class Run:
         self.checkpoints: Any = None
         self.checkpoint_number = 0  # how many have been written
         self.environments_must_start = True
-        self.compiles = False  # as `load_or_start` decides
+        self.compiles = args.compile
         self.global_step = 0
         self.last_step = 0
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
@@ -175,7 +175,6 @@ class Run:
         """
         args = self.args
         self.last_step = last_step
-        self.compiles = args.compile
         if args.compile and self.replay is not None and self.world.num_shards > 1:
             self.compiles = self.replay.plain and args.batch_size % self.world.num_shards == 0
             if not self.compiles:  # each size would be compiled anew
@@ -184,9 +183,8 @@ class Run:
             from common.run.checkpoint import Checkpoints
 
             self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay)
-            self.checkpoints.read_newest({name: part * last_step for name, part in schedules.items()})  # collective
-            self.checkpoint_number = self.checkpoints.number
-            self.global_step = self.checkpoints.global_step
+            ends = {name: part * last_step for name, part in schedules.items()}
+            self.global_step, self.checkpoint_number = self.checkpoints.read_newest(ends)  # collective
             self.checkpoint_step = self.global_step
         if args.load_model is not None and not self.global_step:
             from common.run.checkpoint import load_model
@@ -240,8 +238,8 @@ class Run:
             if due:
                 if self.replay is not None:
                     self.replay.cut()  # collective
-                self.checkpoints.write(global_step)  # collective
-                self.checkpoint_number = self.checkpoints.number
+                self.checkpoint_number += 1
+                self.checkpoints.write(global_step, self.checkpoint_number)  # collective
                 self.environments_must_start = True
         return False
 

@@ -11,14 +11,12 @@ from common.errors import BadInput, one_line
 from common.run.arguments import RunArgs
 from common.run.record import source_files
 
-FINISH_TIMEOUT = 10.0  # seconds that wandb has at the end of a run; `wandb sync` sends the rest
-
 
 class Wandb:
     """A wandb run, whose own service sends the rows. Its id is stored in the run directory.
 
     `resumed`: whether the rows of metrics.csv continue those of the run with that id.
-    Raises `BadInput` (--track) if wandb is missing or does not begin.
+    Raises `BadInput` (--track) if wandb does not begin.
     """
 
     def __init__(
@@ -44,11 +42,8 @@ class Wandb:
                 group=f"{args.env_id}__{script}",  # the seeds of one experiment
                 tags=[script, f"processes-{environment['world_size']}"],
                 config=dataclasses.asdict(args) | environment,
-                # begun before the other ranks have waited for --timeout
-                settings=wandb.Settings(init_timeout=min(90.0, args.timeout / 4), finish_timeout=FINISH_TIMEOUT),
+                settings=wandb.Settings(finish_timeout=10.0),  # seconds; `wandb sync` sends the rest
             )
-        except ImportError as error:
-            raise BadInput("--track: needs wandb: pip install wandb") from error
         except Exception as error:  # wandb's own, and those of its settings
             advice = "run `wandb login`, or set WANDB_MODE=offline"
             raise BadInput(f"--track: {one_line(error)}; {advice}.") from error
@@ -72,16 +67,11 @@ class Wandb:
 
 
 class TensorBoard:
-    """Files in `tensorboard` in the run directory. A resumed run writes all rows anew, in place of the old ones.
-
-    Raises `BadInput` (--tensorboard) if the package is missing.
-    """
+    """Files in `tensorboard` in the run directory. A resumed run writes all rows anew, in place of the old ones."""
 
     def __init__(self, run_dir: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise BadInput("--tensorboard: needs tensorboard: pip install tensorboard") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=0)
 
     def send(self, number: int, row: dict[str, float], film: Path | None) -> None:

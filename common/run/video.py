@@ -12,23 +12,12 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from common.environments import Episode
-from common.errors import BadInput
 from common.run.arguments import RunArgs
 from common.simulators import make_vec
-
-
-def import_encoder() -> Any:
-    """The package that writes films. Raises `BadInput` (--capture-video) if it is missing."""
-    try:
-        import av
-    except ImportError as error:
-        raise BadInput("--capture-video: needs av: pip install av") from error
-    return av
 
 
 def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
@@ -37,7 +26,8 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
     Raises what a simulator that cannot draw raises, `OSError`, `TimeoutError` after half of --timeout, for
     which the other ranks wait, and `ValueError` for another return than before. No film is then left.
     """
-    av = import_encoder()
+    import av
+
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
