@@ -54,8 +54,9 @@ class Acting:
         if self.calls % PERIOD == 0:
             self._choose(parts)
         self.calls += 1
-        results = [function(*part) for function, part in zip(self.functions, parts, strict=True)]
-        return results[0] if len(results) == 1 else np.concatenate(results)
+        if len(parts) == 1:
+            return self.functions[0](*parts[0])
+        return np.concatenate([function(*part) for function, part in zip(self.functions, parts, strict=True)])
 
     def by_module(self, *inputs: np.ndarray) -> np.ndarray:
         """The module itself, on its device: arrays (n, ...) -> an array (n, ...)."""
@@ -74,9 +75,9 @@ class Acting:
                     self.derived = Derived(self.module, self.world.device, len(parts[0]))
                 except Exception as error:
                     self._say(str(error).partition(". ")[0])
-            self.functions = [self.derived or self.by_module] * len(parts)
+            self.functions = [self.derived.function if self.derived else self.by_module] * len(parts)
         for number, part in enumerate(parts):
-            if self.functions[number] is self.derived:
+            if self.functions[number] != self.by_module:
                 difference = self._difference(part)
                 if difference:
                     self.functions[number] = self.by_module
@@ -86,7 +87,7 @@ class Acting:
         """How the translation's result differs from the module's by more than rounding; empty if it does not."""
         expected = self.by_module(*inputs)
         try:
-            result = np.asarray(self.derived(*inputs))
+            result = np.asarray(self.derived.function(*inputs))
         except Exception as error:
             return str(error)
         if (result.shape, result.dtype) != (expected.shape, expected.dtype):
@@ -158,9 +159,6 @@ class Derived:
         arrays = {name: x.cpu().numpy() for name, x in tracer.tensors.items()}  # on a CPU, the same memory
         self.copies = list(arrays.values()) if device.type != "cpu" else []
         self.function = fx.GraphModule(arrays, graph).forward
-
-    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
-        return self.function(*inputs)
 
     def copy_parameters(self) -> None:
         """Copy tensors that lie on a GPU to the arrays, as one."""

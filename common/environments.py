@@ -67,7 +67,7 @@ class EpisodeStatistics:
             ended = infos["episode_frame_number"] < self.frames  # not where a life was lost
             dones = truncations | (terminations & ended)
             self.frames[:] = infos["episode_frame_number"]
-        for i in np.flatnonzero(dones):
+        for i in dones.nonzero()[0]:
             self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
             self.returns[i] = 0.0
             self.lengths[i] = 0
@@ -155,10 +155,10 @@ class Environments(VectorWrapper):
         self._require_finite("a reward", rewards)
         self._require_finite("an observation", obs)
         infos["episode_ended"] = self.episodes.step(rewards, terminations, truncations, infos)
-        dones = np.flatnonzero(terminations | truncations)
-        if len(dones):
+        if "final_obs" in infos:  # where an episode ended
             truncations = truncations & ~terminations
             if self.channels_last:
+                dones = np.flatnonzero(terminations | truncations)
                 infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in dones}
             for i in np.flatnonzero(truncations):
                 self._require_finite("its last observation", infos["final_obs"][i][None], first=i)

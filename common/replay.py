@@ -130,7 +130,7 @@ class ReplayBuffer:
     ) -> None:
         """Store one vector step of this rank's environments over the oldest."""
         place = self.time % self.capacity
-        for i in np.flatnonzero(self.truncations[:, place]):
+        for i in self.truncations[:, place].nonzero()[0]:
             self.final_obs.pop(i * self.width + place, None)
         if truncations.any():
             self._copy_final_obs(truncations & ~terminations, place, infos["final_obs"])

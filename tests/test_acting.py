@@ -42,7 +42,7 @@ def acting_of(function, layer: nn.Module | None = None) -> Acting:
 def assert_acts_as_module(policy: Acting, obs: np.ndarray) -> None:
     """A translation acts, and gives the module's numbers."""
     result = policy(obs)
-    assert policy.derived is not None and policy.functions == [policy.derived] * len(policy.functions)
+    assert policy.derived is not None and policy.functions == [policy.derived.function] * len(policy.functions)
     np.testing.assert_allclose(result, policy.by_module(obs), rtol=1e-5, atol=1e-6)
 
 
@@ -158,12 +158,12 @@ def test_where_a_translation_differs_the_module_acts_for_that_shard_alone():
         obs = large if call >= PERIOD + 5 else small  # found at call 2 * PERIOD
         parts = [policy(obs[shard]) for policy, shard in zip(apart, shards, strict=True)]
         assert together(obs).tobytes() == np.concatenate(parts).tobytes()
-        expected = together.by_module if call >= 2 * PERIOD else together.derived
-        assert together.functions == [together.derived, expected] and together.derived is not None
+        expected = together.by_module if call >= 2 * PERIOD else together.derived.function
+        assert together.functions == [together.derived.function, expected] and together.derived is not None
     assert len(notes) == 2 and notes[0] == notes[1] and "its translation gives other numbers, by" in notes[0]
     together.restart()
     together(small)
-    assert together.functions == [together.derived] * 2
+    assert together.functions == [together.derived.function] * 2
 
 
 def test_steps_in_place_are_seen_at_once():
@@ -257,13 +257,13 @@ def test_what_a_gpu_holds_is_copied_after_an_update(change, monkeypatch):
     with monkeypatch.context() as patch, torch.inference_mode():  # as in a rollout
         patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
         derived = Derived(module, torch.device("meta"), 1)
-    before = derived(OBS)
+    before = derived.function(OBS)
     change(module)
-    assert np.array_equal(derived(OBS), before)
+    assert np.array_equal(derived.function(OBS), before)
     policy = Acting(module, WORLD, SHARDS, pytest.fail)
     policy(OBS)
     policy.derived = derived
-    policy.functions = [derived]
+    policy.functions = [derived.function]
     assert np.array_equal(policy(OBS), before)
     policy.parameters_changed = True  # as `run.backward` says
     after = module(torch.from_numpy(OBS)).detach().numpy()

@@ -103,7 +103,7 @@ def test_what_acts_is_the_network(script, edit, tmp_path, float64):
     policy = Acting(network, World(False), [slice(0, 5)], notes.append)
     for _ in range(PERIOD + 1):
         policy(*inputs())
-        assert policy.functions == [policy.by_module if reason else policy.derived], notes
+        assert policy.functions == [policy.by_module if reason else policy.derived.function], notes
     if reason:
         (note,) = notes
         assert re.search(f"acts by torch, more slowly than by numpy .*{reason[0]}", note) and "\n" not in note
@@ -126,7 +126,7 @@ def train(tmp_path, script, edits, settings, monkeypatch) -> list[bool]:
 
     def watched(self, *inputs):
         result = call(self, *inputs)
-        derived.append(self.functions == [self.derived])
+        derived.append(self.functions == [self.derived.function])
         return result
 
     monkeypatch.setattr(Acting, "__call__", watched)
