@@ -92,7 +92,7 @@ class RunArgs:
     cuda: bool = True
     """use GPUs if there are any"""
     compile: bool = False
-    """compile losses and gradients (CPU: needs g++): costs 12 to 18 s and 100 MB a rank, then small networks learn faster"""
+    """compile losses and gradients (CPU: needs g++): 12 to 18 s and 100 MB a rank, then small networks learn faster"""
     num_threads: Threads = 0
     """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank, but one for torch on vectors"""
     vectorization: Literal["sync", "async"] = "sync"
