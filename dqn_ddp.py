@@ -219,10 +219,10 @@ def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: t
         if starts or step % NOISE_STEPS == 0:
             # all environments' noise is drawn on every process, each takes its own
             noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator).numpy()
+            random_actions = (noise[:, 1, local_envs] * num_actions).astype(np.int64)
         epsilon = linear_schedule(args.start_e, args.end_e, step * args.num_envs / exploration_steps)
-        explore, choice = noise[step % NOISE_STEPS]
-        actions = (choice[local_envs] * num_actions).astype(np.int64)
-        greedy = explore >= epsilon
+        greedy = noise[step % NOISE_STEPS, 0] >= epsilon
+        actions = random_actions[step % NOISE_STEPS]
         if greedy.any():  # in any process, so that all call the policy at the same steps
             actions = np.where(greedy[local_envs], policy(obs).argmax(-1), actions)
 

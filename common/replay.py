@@ -132,7 +132,7 @@ class ReplayBuffer:
         place = self.time % self.capacity
         for i in self.truncations[:, place].nonzero()[0]:
             self.final_obs.pop(i * self.width + place, None)
-        if truncations.any():
+        if "final_obs" in infos:  # an episode ended
             self._copy_final_obs(truncations & ~terminations, place, infos["final_obs"])
         self.actions[:, place] = actions
         self.rewards[:, place] = rewards
@@ -231,11 +231,11 @@ class ReplayBuffer:
         return Batch(
             positions=positions,
             indices=indices,
-            weights=to_tensor(weights.astype(default_float())),
+            weights=to_tensor(weights.astype(self.rewards.dtype)),
             obs=to_tensor(self._observations(env, time)),
             actions=to_tensor(self.actions[env, place]),
-            rewards=to_tensor(rewards.astype(default_float())),
-            discounts=to_tensor(discounts.astype(default_float())),
+            rewards=to_tensor(rewards.astype(self.rewards.dtype)),
+            discounts=to_tensor(discounts.astype(self.rewards.dtype)),
             next_obs=to_tensor(next_obs),
         )
 
