@@ -48,8 +48,7 @@ import torch
 import tyro
 from torch.utils._pytree import tree_leaves
 
-from common import acting, distributed, environments, replay, shards
-from common.run import checkpoint
+from common import acting, distributed, environments, replay
 from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run
 
 LEAST = 20  # gradient steps of a draw that counts
@@ -318,14 +317,8 @@ def break_acting() -> None:
     acting.Acting.__call__ = lambda self, *inputs: act(self, *inputs) * tip()
 
 
-def break_tree() -> None:
-    shards.tree_sum = lambda parts: [sum(x[1:], x[0]) for x in zip(*parts, strict=True)]
-
-
-def break_generator() -> None:
-    restore = checkpoint.restore
-    skipped = torch.Generator
-    checkpoint.restore = lambda value, saved: None if isinstance(value, skipped) else restore(value, saved)
+def break_alignment() -> None:
+    acting.to_tensor = torch.from_numpy
 
 
 def break_stack() -> None:
@@ -405,7 +398,7 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
-        if broken in BREAKS:
+        if broken:
             BREAKS[broken]()
         assert_aligned()
         share = distributed.share_memory  # also by more ranks than cores
@@ -436,13 +429,14 @@ def assert_aligned() -> None:
         if name.endswith("Loss") or name in NETWORKS:
             check(name, inputs)
 
-    translated = acting.Derived.__call__
+    choose = acting.Acting._choose
 
-    def call(self: Any, *inputs: np.ndarray) -> np.ndarray:
-        check("acting", inputs)
-        return translated(self, *inputs)
+    def checked(self: Any, parts: list) -> None:
+        for part in parts:
+            check("acting", part)
+        choose(self, parts)
 
-    acting.Derived.__call__ = call
+    acting.Acting._choose = checked
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
 
 
