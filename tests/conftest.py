@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 HERE = os.path.dirname(__file__)
 paths = os.pathsep.join([os.path.dirname(HERE), HERE])  # for processes that tests start
 os.environ["PYTHONPATH"] = paths
@@ -12,3 +14,12 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+
+
+@pytest.fixture
+def float64():
+    import torch  # here: after `CUDA_VISIBLE_DEVICES` is set
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -414,7 +414,7 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
 
 
 def assert_aligned() -> None:
-    """From now on, assert the address of each matrix or image that enters a loss, or a network that acts."""
+    """From now on, assert the address of each matrix or image that enters a loss, or each 64th time one that acts."""
 
     def check(what: str, inputs: tuple) -> None:
         for x in tree_leaves(inputs):
@@ -544,10 +544,10 @@ def run_of(
             done = finish(process, run_dir)
             code, text = done.code, done.out
         else:
-            threads = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
+            own = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
             job = {"start": start, "script": str(script), "words": words_of(draw, start, run_dir)}
             job |= {"output": str(output), "run_dir": str(run_dir), "broken": broken}
-            codes = servers.ask(threads, draw.processor, script.with_name("reply"), **job)
+            codes = servers.ask(own, draw.processor, script.with_name("reply"), **job)
             code, text = max(codes, key=abs), output.read_text()
         if code and start.kill < 0:
             break

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -101,16 +102,7 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
-def run(
-    script: str,
-    world_size: int,
-    flags: str,
-    run_dir: Path,
-    dtype: str = "float64",
-    within: float = PATIENCE,
-    code: int = 0,
-    **env,
-):
+def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", code: int = 0, **env):
     """Run to the end, through the launcher. Ranks are forked with all imports done: a tenth of the time.
 
     `code`: with which all ranks are to end; where one dies of SIGKILL, the others are then ended by it. Everything that
@@ -118,20 +110,14 @@ def run(
     """
     import launcher  # here, because programs that only start and finish runs have no path to it
 
-    words, run_dir = [script, *f"{flags} --timeout 200 --run-dir {run_dir}".split()], Path(run_dir)
+    words, run_dir = [script, *f"--timeout 200 {flags} --run-dir {run_dir}".split()], Path(run_dir)
     env, output = {"LOCKSTEP_DTYPE": dtype} | env, Path(f"{run_dir}.out")
-    text = fork(launcher.main, (words,), world_size, output, env, within, code)
+    text = fork(launcher.main, (words,), world_size, output, env, code)
     return Run(code, text, text, run_dir)
 
 
 def fork(
-    target: Callable,
-    arguments: tuple,
-    world_size: int,
-    output: Path,
-    env: Mapping[str, str],
-    within: float = PATIENCE,
-    code: int = 0,
+    target: Callable, arguments: tuple, world_size: int, output: Path, env: Mapping[str, str], code: int = 0
 ) -> str:
     """Call `target(*arguments)` on each of some ranks, which end with `code` -> what they printed, also in `output`."""
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} | env
@@ -141,9 +127,9 @@ def fork(
         place = sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
         ranks.append(FORKS.Process(target=forked, args=(target, arguments, env | place, output)))
         ranks[-1].start()
-    deadline = time.monotonic() + within
+    deadline = time.monotonic() + PATIENCE
     if code == -signal.SIGKILL:
-        multiprocessing.connection.wait([process.sentinel for process in ranks], within)
+        multiprocessing.connection.wait([process.sentinel for process in ranks], PATIENCE)
         for process in ranks:
             process.kill()
     for process in ranks:
@@ -152,7 +138,7 @@ def fork(
     for rank in late:
         ranks[rank].kill()
     text = output.read_text()
-    assert not late, f"ranks {late} still running after {within} s:\n{text}"
+    assert not late, f"ranks {late} still running after {PATIENCE} s:\n{text}"
     assert [process.exitcode for process in ranks] == [code] * world_size, text
     return text
 
@@ -169,7 +155,8 @@ def forked(target: Callable, arguments: tuple, env: Mapping[str, str], output: P
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ |= env
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
+    np.random.seed()  # as in a process that nobody forked, as the next line
+    multiprocessing.set_start_method("fork", force=True)
     target(*arguments)
 
 

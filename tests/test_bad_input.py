@@ -10,7 +10,7 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.errors import BadInput, flag, require_divisible
+from common.errors import BadInput, flag
 from common.run.arguments import PACKAGES_OF_FLAGS, parse
 from common.run.loop import crossed
 from runs import ROOT, finish, run, start
@@ -78,13 +78,6 @@ def test_ppg_refuses_a_run_without_an_auxiliary_phase():
         ppg_ddp.Args(total_timesteps=8191)
     ppg_ddp.Args(total_timesteps=8192)
     ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)
-
-
-def test_nearest_valid_values_are_named():
-    with pytest.raises(BadInput, match="8 or 12"):
-        require_divisible("--num-envs", 10, 4, "the number of processes")
-    with pytest.raises(BadInput, match="such as 4[.]"):
-        require_divisible("--num-envs", 2, 4, "the number of processes")
 
 
 def test_periods_happen_at_or_past_each_multiple():

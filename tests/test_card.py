@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -19,7 +18,7 @@ import sac_ddp
 from common.distributed import World
 from common.environments import Environments
 from common.tensors import upload
-from runs import flat
+from runs import Run, flat
 
 PPO = {"total_timesteps": 256, "num_steps": 32, "eval_every": 0}
 PPG = PPO | {"n_pi": 2, "aux_epochs": 4, "num_aux_minibatches": 4, "update_epochs": 2, "num_minibatches": 4}
@@ -60,13 +59,6 @@ def card(monkeypatch):
     torch.set_default_dtype(torch.float64)
     yield Card()
     torch.set_default_dtype(torch.float32)
-
-
-def read(folder):
-    """Rows of metrics without times, and the model."""
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = [{name: x for name, x in row.items() if not name.startswith("time/")} for row in csv.DictReader(file)]
-    return rows, torch.load(folder / "model.pt", weights_only=True)
 
 
 def test_an_upload_is_one_copy_of_all_that_is_in_it(card):
@@ -119,12 +111,12 @@ def test_a_run_on_the_card(case, card, tmp_path, monkeypatch):
         module.main(module.Args(run_dir=str(tmp_path / "card"), **settings))
     monkeypatch.undo()
     module.main(module.Args(run_dir=str(tmp_path / "cpu"), cuda=False, **settings))
-    (rows, model), (cpu_rows, cpu_model) = read(tmp_path / "card"), read(tmp_path / "cpu")
-    assert len(rows) == len(cpu_rows) >= 2
-    for row, cpu_row in zip(rows, cpu_rows, strict=True):
-        numbers = [{name: float(x) for name, x in part.items() if x} for part in (row, cpu_row)]
+    runs = [Run(0, "", "", tmp_path / device) for device in ("card", "cpu")]
+    assert len(runs[0].rows) == len(runs[1].rows) >= 2
+    for rows in zip(*(run.rows for run in runs), strict=True):
+        numbers = [{name: float(x) for name, x in row.items() if x} for row in rows]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-6)  # learning rates are float32 on a GPU
-    model, cpu_model = dict(flat(model)), dict(flat(cpu_model))
+    model, cpu_model = (dict(flat(run.model)) for run in runs)
     torch.testing.assert_close(model, cpu_model, rtol=1e-4, atol=1e-6)
 
     assert losses and max(card.slow) < card.crossings.index("step"), "after the networks something went up slowly"

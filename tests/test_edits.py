@@ -86,13 +86,6 @@ def network_and_inputs(module, settings):
     return network, lambda: (rng.normal(size=(5, 4)).astype("f"),)
 
 
-@pytest.fixture
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("script, edit", [(script, edit) for script in EDITS for edit in EDITS[script]])
 def test_what_acts_is_the_network(script, edit, tmp_path, float64):
     """A translation, at any parameters, without another look; otherwise the network, and one line says why."""
@@ -118,10 +111,15 @@ def test_what_acts_is_the_network(script, edit, tmp_path, float64):
     assert not notes
 
 
-def train(tmp_path, script, edits, settings, monkeypatch) -> list[bool]:
-    """Run an edited script in this process -> whether a translation acted, for each call."""
+RUNS = [("ppo_ddp.py", "branch"), ("ppg_ddp.py", "none"), ("dqn_ddp.py", "dueling"), ("sac_ddp.py", "layer norm")]
+
+
+@pytest.mark.parametrize("script, edit", RUNS)
+def test_a_run_of_an_edited_network_ends_well(script, edit, tmp_path, monkeypatch, capfd):
+    """And it says once, in one line, if the network itself acts."""
+    edits, settings, *reason = EDITS[script][edit]
     module = edited_module(tmp_path, script, edits)
-    derived = []
+    derived = []  # whether a translation acted, for each call
     call = Acting.__call__
 
     def watched(self, *inputs):
@@ -131,23 +129,9 @@ def train(tmp_path, script, edits, settings, monkeypatch) -> list[bool]:
 
     monkeypatch.setattr(Acting, "__call__", watched)
     module.main(module.Args(**SETTINGS[script] | settings, cuda=False, run_dir=str(tmp_path / "run")))
-    return derived
-
-
-RUNS = [("ppo_ddp.py", "branch"), ("ppg_ddp.py", "none"), ("dqn_ddp.py", "dueling"), ("sac_ddp.py", "layer norm")]
-
-
-@pytest.mark.parametrize("script, edit", RUNS)
-def test_a_run_of_an_edited_network_ends_well(script, edit, tmp_path, monkeypatch, capfd):
-    """And it says once, in one line, if the network itself acts."""
-    edits, settings, *reason = EDITS[script][edit]
-    derived = train(tmp_path, script, edits, settings, monkeypatch)
     assert len(derived) >= 3 * PERIOD and set(derived) == {not reason}
     assert capfd.readouterr().out.count("acts by torch") == len(reason)
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") >= 3
-
-
-# a line of the loop, a factor, and the module whose attribute changes by it
 
 
 ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in the same order

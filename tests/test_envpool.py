@@ -13,9 +13,7 @@ import ppg_ddp
 import ppo_ddp
 from common.environments import EVALUATION, TRAINING, make_envs
 from common.errors import BadInput
-from common.replay import ReplayBuffer
 from runs import run
-from test_replay import FakeWorld
 from test_shards import same_bytes
 
 envpool = pytest.importorskip("envpool", reason="pip install envpool==1.2.5")
@@ -122,35 +120,6 @@ def test_a_dictionary_of_vectors_is_one_vector():
     assert envs.single_observation_space.shape == (17,)
     np.testing.assert_array_equal(envs.start(), np.concatenate([raw["position"], raw["velocity"]], 1))
     envs.close()
-
-
-def test_atari_games_are_whole_and_unclipped_and_stacks_rebuilt():
-    """The same finished games whether a lost life is an end or not; the replay buffer gives what the pool gave."""
-    finished, ends = {}, {}
-    for flag in (True, False):
-        envs = make_envs("envpool/Breakout-v5", 1, TRAINING, range(2), SPACES, life_loss=flag)
-        assert envs.atari and not envs.channels_last and envs.stack == 4
-        buffer = ReplayBuffer(
-            240, 2, FakeWorld(0, 1), envs.single_observation_space, (), np.int64, stack=4, repeats_first=True
-        )
-        obs, rng, seen = envs.start(), np.random.default_rng(0), []
-        buffer.start(obs)
-        ends[flag] = 0
-        for step in range(1, 601):
-            seen.append(obs.copy())
-            actions = rng.integers(0, 4, 2)
-            obs, rewards, terminations, truncations, infos = envs.step(actions)
-            buffer.add(actions, rewards, terminations, truncations, obs, infos)
-            ends[flag] += terminations.sum()
-            if step % 100 == 0:
-                times = np.arange(step - 100, step)
-                for env in (0, 1):
-                    expected = np.stack([seen[t][env] for t in times])
-                    np.testing.assert_array_equal(buffer._observations(np.full(100, env), times), expected)
-        finished[flag] = envs.episodes.finished
-        envs.close()
-    assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
-    assert ends[True] >= 5 * ends[False] and max(total for total, _, _ in finished[True]) > 1
 
 
 def test_options_reach_the_simulator():

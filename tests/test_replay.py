@@ -1,5 +1,7 @@
 """One replay buffer over all ranks: the same draws, whatever the number of shards; n-step returns and frame stacks."""
 
+from importlib.util import find_spec
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -7,8 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.environments import TRAINING, make_envs
 from common.replay import ReplayBuffer
 
+ENVPOOL = pytest.mark.skipif(find_spec("envpool") is None, reason="pip install envpool==1.2.5")
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
 
@@ -147,31 +151,41 @@ def test_exponent_zero_is_uniform():
         assert (batch.weights == 1).all() and len(set(batch.indices)) > 8
 
 
-def test_stacks_are_those_of_the_real_atari_environment():
-    """Pong and Breakout, lost lives and resets among them: what is rebuilt is what the environment gave, by pixel."""
-    from common.environments import TRAINING, make_envs
+@pytest.mark.parametrize("env_id", ["ALE/Breakout-v5", pytest.param("envpool/Breakout-v5", marks=ENVPOOL)])
+def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
+    """The same games whether a lost life is an end or not; the buffer gives what the simulator gave."""
+    finished, ends = {}, {}
+    for flag in (True, False):
+        envs = make_envs(env_id, 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=flag)
+        assert envs.atari and not envs.channels_last and envs.stack == 4
+        space, rng = envs.single_observation_space, np.random.default_rng(0)
+        buffer = ReplayBuffer(240, 2, FakeWorld(0, 1), space, (), np.int64, stack=4, repeats_first=envs.repeats_first)
+        obs, seen, ends[flag] = envs.start(), [], 0
+        buffer.start(obs)
+        for step in range(1, 701):
+            seen.append(obs.copy())
+            actions = rng.integers(0, 4, 2)
+            obs, rewards, terminations, truncations, infos = envs.step(actions)
+            ends[flag] += terminations.sum()
+            buffer.add(actions, rewards, terminations, truncations, obs, infos)
+            if step % 50 == 0:
+                times = np.arange(max(0, step - buffer.capacity), step)
+                for env in (0, 1):
+                    rebuilt = buffer._observations(np.full(len(times), env), times)
+                    np.testing.assert_array_equal(rebuilt, np.stack([seen[t][env] for t in times]))
+        finished[flag] = envs.episodes.finished
+        envs.close()
+    assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
+    assert ends[True] >= 5 * ends[False]
 
-    envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=True)
-    space, rng = envs.single_observation_space, np.random.default_rng(0)
-    buffer = ReplayBuffer(240, 2, FakeWorld(0, 1), space, (), np.int64, stack=4)
-    obs, seen = envs.start(), []
-    buffer.start(obs)
-    lives, games = 0, 0
-    for _ in range(700):
-        seen.append(obs.copy())
-        actions = rng.integers(0, 4, 2)
-        obs, rewards, terminations, truncations, infos = envs.step(actions)
-        ended = infos["episode_ended"]
-        lives, games = lives + (terminations & ~ended).sum(), games + ended.sum()
-        buffer.add(actions, rewards, terminations, truncations, obs, infos)
-        seen_now = len(seen)
-        if seen_now % 50 == 0:
-            for env in (0, 1):
-                times = np.arange(max(0, seen_now - buffer.capacity), seen_now)
-                rebuilt = buffer._observations(np.full(len(times), env), times)
-                np.testing.assert_array_equal(rebuilt, np.stack([seen[t][env] for t in times]))
+
+@pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", pytest.param("envpool/SpaceInvaders-v5", marks=ENVPOOL)])
+def test_scores_are_not_clipped(env_id):
+    envs = make_envs(env_id, 1, TRAINING, range(2), (gym.spaces.Discrete,))
+    envs.start()
+    rng = np.random.default_rng(0)
+    assert max(envs.step(rng.integers(0, 6, 2))[1].max() for _ in range(300)) >= 5
     envs.close()
-    assert lives > 4 and games > 1
 
 
 def test_frequencies_follow_priorities():

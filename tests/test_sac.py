@@ -38,13 +38,6 @@ def test_every_metric_and_parameter_is_equal_at_every_world_size(extra, tmp_path
     assert_close(alone, run("sac_ddp.py", size, f"{FLAGS} {extra}", tmp_path / str(size)))
 
 
-@pytest.fixture
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def make_actor() -> sac_ddp.Actor:
     torch.manual_seed(0)
     return sac_ddp.Actor(*SPACES, torch.device("cpu"))

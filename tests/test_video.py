@@ -45,6 +45,7 @@ def frames_of(path) -> tuple[list[np.ndarray], float]:
         ("CartPole-v1", (400, 600, 3), 50),
         ("ALE/Pong-v5", (210, 160, 3), 15),
         ("Hopper-v5", (480, 480, 3), 125),
+        ("MinAtar/Breakout-v1", (10, 10, 3), 30),
     ],
 )
 def test_a_film_shows_the_episode(env_id, shape, rate, tmp_path, monkeypatch):
