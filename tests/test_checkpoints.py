@@ -140,16 +140,18 @@ def longer(path):
 
 @pytest.mark.parametrize("module, name", [(ppo_ddp, "state.pt"), (dqn_ddp, "replay-0")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, interrupted, tmp_path, capfd):
-    """One that torch does not read."""
+    """One that torch does not read. What a user copies there stays."""
     folder, whole = interrupted
     run_dir = shutil.copytree(folder / module.__name__, tmp_path / "run")
     before, newest = sorted((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     cut(newest / name)
+    shutil.copytree(before, run_dir / "checkpoints" / "best")
     continued(module, run_dir)
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if str(newest) in line and "looking for an older" in line]
     assert [line for line in lines if "going on from" in line] == [f"going on from {before}"]
     assert rows(run_dir) == whole[module]
+    assert "best" in kept(run_dir) and len(kept(run_dir)) == 3
 
 
 def test_other_columns_are_refused_by_name(interrupted, tmp_path, monkeypatch):

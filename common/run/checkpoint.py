@@ -142,7 +142,8 @@ class Checkpoints:
         steps = [int(x.name) for x in self.dir.iterdir() if x.name.isdigit()]
         newest = sorted(step for step in steps if step <= global_step)[-2:]
         for other in self.dir.iterdir():
-            if other.name not in map(str, newest):
+            written_here = other.name.removesuffix(".part").isdigit()
+            if written_here and other.name not in map(str, newest):
                 shutil.rmtree(other, ignore_errors=True)
 
 

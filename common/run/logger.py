@@ -140,6 +140,8 @@ class Logger:
 
     def save(self, global_step: int, state: Mapping[str, Any]) -> None:
         """Write model.pt, for `weights_only=True`: the arguments, the step, `state` without what only trains."""
+        if not self.enabled:
+            return
         model = {"args": self.args.experiment(), "global_step": global_step}
         model |= {name: state_of(x) for name, x in for_model(state).items()}
         content = io.BytesIO()
@@ -177,6 +179,7 @@ class Logger:
             if self.resumed:
                 self.note(f"{self.dir} holds no checkpoint: the run begins again")
             self._write_config(self.record)
+            (self.dir / "changes.diff").unlink(missing_ok=True)  # that of a start that was killed early
             if self.difference:
                 self.write("changes.diff", self.difference.encode())
             self.write("metrics.csv", (",".join(self.columns) + "\n").encode())
