@@ -82,7 +82,7 @@ class RunArgs:
     eval_episodes: Count = 20
     """episodes per evaluation, all ranks; an episode is cut at 27,000 steps"""
     stop_at_return: Return | None = None
-    """end the run once an evaluation's mean return reaches this"""
+    """end the run once an evaluation's mean return reaches this, the one before learning aside"""
     capture_video: bool = False
     """film the first episode of each evaluation: videos/{global_step}.mp4 in the run directory (needs av)"""
 
@@ -94,7 +94,7 @@ class RunArgs:
     compile: bool = False
     """compile losses and gradients (CPU: needs g++): 12 to 18 s and 100 MB a rank, then small networks learn faster"""
     num_threads: Threads = 0
-    """threads per rank of torch, Atari and EnvPool; 0: all cores of the rank, but one for torch on vectors"""
+    """threads per rank of torch, Atari and EnvPool; 0: all cores (torch: one, except on large images without --shards)"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
     check_sync_every: Period = 100_000
