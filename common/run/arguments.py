@@ -94,7 +94,7 @@ class RunArgs:
     compile: bool = False
     """compile losses and gradients (CPU: needs g++): 12 to 18 s and 100 MB a rank, then small networks learn faster"""
     num_threads: Threads = 0
-    """threads per rank of torch, Atari and EnvPool; 0: all cores (torch: one, except on large images without --shards)"""
+    """threads per rank of torch, Atari and EnvPool; 0: all cores (torch: one, but for large images without --shards)"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
     check_sync_every: Period = 100_000
