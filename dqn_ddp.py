@@ -102,6 +102,8 @@ class Args(RunArgs):
     """choose the next action by the online network, value it by the target network"""
     dueling: bool = False
     """separate streams, of a hidden layer each, for the state's value and the actions' advantages"""
+    scale_pixels: bool = True
+    """divide pixels that are whole numbers by their largest; without, Pong is learned several times sooner"""
     n_step: Count = 1
     """steps of reward before the bootstrapped value, fewer where the episode ends"""
     prioritized: bool = False
@@ -133,11 +135,11 @@ class Trunk(nn.Module):
     Vector: a layer of 120. Image: the convolutions of common/encoders.py. `width`: of the hidden layers.
     """
 
-    def __init__(self, space: gym.spaces.Box, network: str = "auto") -> None:
+    def __init__(self, space: gym.spaces.Box, network: str = "auto", scale_pixels: bool = True) -> None:
         super().__init__()
         self.image = len(space.shape) == 3
         if self.image:
-            self.pixels = Pixels(space)
+            self.pixels = Pixels(space, scale_pixels)
             layers, self.num_features, self.width = image_encoder(space, network)
         else:
             self.num_features, self.width = 120, 84
@@ -155,9 +157,11 @@ class QNetwork(nn.Module):
     Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9).
     """
 
-    def __init__(self, space: gym.spaces.Box, num_actions: int, dueling: bool, network: str = "auto") -> None:
+    def __init__(
+        self, space: gym.spaces.Box, num_actions: int, dueling: bool, network: str = "auto", scale_pixels: bool = True
+    ) -> None:
         super().__init__()
-        self.trunk = Trunk(space, network)
+        self.trunk = Trunk(space, network, scale_pixels)
         self.head = self._stream(num_actions)
         self.value_head = self._stream(1) if dueling else None
 
@@ -260,6 +264,7 @@ def main(args: Args) -> None:
         obs_space = envs.single_observation_space
         image = len(obs_space.shape) == 3
         args.require(args.network == "auto" or image, "network", "left off for vector observations")
+        args.require(args.scale_pixels or image, "scale_pixels", "left on for vector observations")
         options = {
             "alpha": args.per_alpha if args.prioritized else 0.0,
             "n_step": args.n_step,
@@ -284,8 +289,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
     generator = torch.Generator().manual_seed(seed)
     num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network)
-    q_network = q_network.to(run.device)
+    design = (args.dueling, args.network, args.scale_pixels)
+    q_network = QNetwork(envs.single_observation_space, num_actions, *design).to(run.device)
     target_network = deepcopy(q_network).requires_grad_(False)
     parameters = list(q_network.parameters())
     target_parameters = list(target_network.parameters())

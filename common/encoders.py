@@ -56,12 +56,13 @@ def is_large(space: gym.spaces.Box) -> bool:
 class Pixels(nn.Module):
     """Images (B, channels, height, width) in the space's dtype -> the same in torch's default dtype.
 
-    Pixels of whole numbers are divided by the space's largest.
+    Pixels of whole numbers are divided by the space's largest, where `scaled`.
     """
 
-    def __init__(self, space: gym.spaces.Box) -> None:
+    def __init__(self, space: gym.spaces.Box, scaled: bool = True) -> None:
         super().__init__()
-        self.scale = max(1.0, float(space.high.max())) if np.issubdtype(space.dtype, np.integer) else 1.0
+        whole = np.issubdtype(space.dtype, np.integer)
+        self.scale = max(1.0, float(space.high.max())) if whole and scaled else 1.0
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         obs = obs.contiguous(memory_format=torch.channels_last).to(torch.get_default_dtype())

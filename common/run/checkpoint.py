@@ -174,7 +174,7 @@ def load_model(args: RunArgs, world: World, state: Mapping[str, Any], logger: Lo
     path = args.load_model
     model = world.gather_objects(read_model(path) if logger.enabled else None)[0]  # collective
     trained = model["args"]
-    for name in ("network", "dueling", "norm_obs", "norm_reward"):
+    for name in ("network", "dueling", "scale_pixels", "norm_obs", "norm_reward"):
         if name in trained and hasattr(args, name):
             value = getattr(args, name)
             require(value == trained[name], flag(name), value, f"{trained[name]} with --load-model {path}")
