@@ -157,11 +157,9 @@ class QNetwork(nn.Module):
     Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9).
     """
 
-    def __init__(
-        self, space: gym.spaces.Box, num_actions: int, dueling: bool, network: str = "auto", scale_pixels: bool = True
-    ) -> None:
+    def __init__(self, space: gym.spaces.Box, num_actions: int, dueling: bool, network: str, scaled: bool) -> None:
         super().__init__()
-        self.trunk = Trunk(space, network, scale_pixels)
+        self.trunk = Trunk(space, network, scaled)
         self.head = self._stream(num_actions)
         self.value_head = self._stream(1) if dueling else None
 
@@ -289,8 +287,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
     generator = torch.Generator().manual_seed(seed)
     num_actions = int(envs.single_action_space.n)
-    design = (args.dueling, args.network, args.scale_pixels)
-    q_network = QNetwork(envs.single_observation_space, num_actions, *design).to(run.device)
+    q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network, args.scale_pixels)
+    q_network = q_network.to(run.device)
     target_network = deepcopy(q_network).requires_grad_(False)
     parameters = list(q_network.parameters())
     target_parameters = list(target_network.parameters())

@@ -84,7 +84,7 @@ class Acting:
                     self._say(difference)
 
     def _difference(self, inputs: list[np.ndarray]) -> str:
-        """How the translation's result differs from the module's by more than rounding; empty if it does not."""
+        """How the translation's result differs from the module's by more than rounding, or nothing."""
         expected = self.by_module(*inputs)
         try:
             result = np.asarray(self.derived.function(*inputs))
@@ -94,7 +94,7 @@ class Acting:
             return f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}"
         gap = np.abs(result - expected).max(initial=0.0)
         size = max(np.abs(x).max(initial=0.0) for x in (expected, *inputs))
-        differs = not gap <= 1e-4 * size and np.isfinite(expected).all()  # a diverged network is said elsewhere
+        differs = not gap <= 1e-4 * size and np.isfinite(expected).all()  # divergence is said elsewhere
         return f"its translation gives other numbers, by {gap:.2g} of {size:.2g}" if differs else ""
 
     def _say(self, reason: str) -> None:

@@ -107,7 +107,7 @@ class World:
             launcher_stores = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if launcher_stores:
                 require_launcher(timeout)
-            limit = datetime.timedelta(seconds=0.8 * timeout)  # torch says who is missing, before the watchdog ends
+            limit = datetime.timedelta(seconds=0.8 * timeout)  # torch says who is missing before the watchdog
             store, *_ = next(rendezvous("env://", timeout=limit))
             if launcher_stores:  # it holds the keys of earlier attempts
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -163,7 +163,7 @@ class World:
 
 
 def require_launcher(timeout: float) -> None:
-    """Raise `Fault` if the torchrun that started this process is gone already; its signal can then not come."""
+    """Raise `Fault` if the torchrun that started this process is gone: its signal can then not come."""
     try:
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout).close()
     except ConnectionRefusedError as error:

@@ -182,7 +182,7 @@ class Environments(VectorWrapper):
 
     def _require_finite(self, what: str, values: np.ndarray, first: int = 0) -> None:
         """Raise `Fault` for a float that is not finite. `values[0]` is of the local environment `first`."""
-        if values.dtype.kind != "f" or math.isfinite(np.vdot(values, values)):  # the cheapest sum; it may overflow
+        if values.dtype.kind != "f" or math.isfinite(np.vdot(values, values)):  # cheap; it may overflow
             return
         for i, value in enumerate(values):
             if not np.isfinite(value).all():

@@ -14,14 +14,14 @@ class Fault(RuntimeError):
 
 
 def peer_ended(error: BaseException) -> bool:
-    """True for the error of a collective, or of the store, whose other end is gone: the fault is another rank's."""
+    """True for an error of a collective or the store whose other end is gone: another rank's fault."""
     signs = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "got 0 bytes")
     launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
     return launched and isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def one_line(text: object) -> str:
-    """A text, or an error's, on one line of at most 500 characters; an error without a text by its class's name."""
+    """A text or an error on one line of at most 500 characters; without a text, its class's name."""
     return " ".join(str(text).split())[:500] or type(text).__name__
 
 
@@ -31,7 +31,7 @@ def flag(name: str) -> str:
 
 
 def require(valid: bool, flag: str, value: object, needed: str) -> None:
-    """Raise `BadInput` unless `valid`. Write conditions so that NaN fails them: `0 < x < inf`, not `not x <= 0`."""
+    """Raise `BadInput` unless `valid`. NaN is to fail it: write `0 < x < inf`, not `not x <= 0`."""
     if not valid:
         raise BadInput(f"{flag} {value}: must be {needed}.")
 

@@ -25,7 +25,7 @@ def set_threads(threads: int, parallel: bool, world: World) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks of up to 1 GB. To get their pages anew is a tenth of an update on images."""
+    """Have glibc keep freed blocks of up to 1 GB: new pages cost a tenth of an update on images."""
     with suppress(AttributeError, OSError, TypeError):  # there is no glibc
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(M_MMAP_THRESHOLD, 2**30):  # before glibc 2.35 this is too much

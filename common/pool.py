@@ -1,4 +1,4 @@
-"""EnvPool's environments (ids `envpool/...`), simulated in C++ in threads, as gymnasium's vector environments."""
+"""EnvPool's environments (ids `envpool/...`), which C++ threads simulate, as a gymnasium vector."""
 
 from __future__ import annotations
 

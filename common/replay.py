@@ -160,7 +160,7 @@ class ReplayBuffer:
             self.final_obs[i * self.width + place] = np.array(final_obs[i], self.frames.dtype, order="C")
 
     def _let_sample(self, dones: np.ndarray) -> None:
-        """Let places be sampled whose n steps are stored, or fewer if the episode has ended (`dones`, (n,))."""
+        """Let places be sampled whose n steps are stored, or fewer where `dones` (n,) ends an episode."""
         for age in range(1, min(self.n_step, self.time) + 1):
             places = self.envs * self.width + (self.time - age) % self.capacity
             waiting = self.priorities.take(places) == 0.0

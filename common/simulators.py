@@ -119,7 +119,7 @@ class Simulator(gym.Wrapper):
         if self.ended:
             return self.last_obs, 0.0, False, False, {}
         obs, reward, terminated, truncated, info = self.env.step(action)
-        if terminated or truncated:  # the vector keeps it while it resets, and many return one array at each step
+        if terminated or truncated:  # kept while the vector resets; many return one array at each step
             obs = np.array(obs, self.observation_space.dtype)
             self.last_obs = obs
             self.ended = self.one_episode

@@ -1,4 +1,4 @@
-"""Signals and the watchdog: SIGINT and SIGTERM become requests; a process that reaches no boundary is ended."""
+"""Signals and the watchdog: SIGINT and SIGTERM become requests; a process that hangs is ended."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _listen(self, reader: int) -> None:
-        """Thread: note the first signal; end the process at a second one, or `grace` seconds after the first."""
+        """Thread: note the first signal; at a second one, or after `grace` seconds, end the process."""
         requested = math.inf  # when the first signal came
         while time.monotonic() < requested + self.grace:
             if not connection.wait([reader], 0.1 if self.signum else None):
@@ -85,7 +85,7 @@ class Watchdog:
 
 
 def end_now(code: int) -> None:
-    """End this process and its children without unwinding. Rows already written are flushed, so nothing is lost."""
+    """End this process and its children without unwinding. Rows are on the disk: nothing is lost."""
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
@@ -95,6 +95,6 @@ def end_now(code: int) -> None:
 
 
 def end_with_parent(signum: int) -> None:
-    """Let this process get `signum` once its parent is gone, however that ended (Linux; elsewhere nothing)."""
+    """Let this process get `signum` once its parent is gone, however it ended (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG

@@ -278,8 +278,8 @@ def test_both_trunks_read_images_of_any_layout(float64):
             expected = trunk.layers(obs.double() / scale)
             torch.testing.assert_close(trunk(obs), expected)
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    for args, scale in (((False, "auto"), 255), ((False, "auto", False), 1)):  # DQN's --no-scale-pixels
-        network = dqn_ddp.QNetwork(space, 6, *args)
+    for scaled, scale in ((True, 255), (False, 1)):
+        network = dqn_ddp.QNetwork(space, 6, False, "auto", scaled)
         obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
         torch.testing.assert_close(network(obs), network.head(network.trunk.layers(obs.double() / scale)))
     assert small.value_trunk is None and small.trunk(torch.ones(2, 6, 10, 10, dtype=torch.bool)).shape == (2, 128)

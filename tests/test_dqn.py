@@ -48,7 +48,7 @@ def test_dueling_values_by_hand():
     """The state's value plus advantages less their mean, each from a hidden layer of its own; and the same in numpy."""
     space = dqn_ddp.gym.spaces.Box(-1, 1, (3,), dqn_ddp.np.float32)
     for dueling in (False, True):
-        network, obs = dqn_ddp.QNetwork(space, 4, dueling), torch.randn(6, 3)
+        network, obs = dqn_ddp.QNetwork(space, 4, dueling, "auto", True), torch.randn(6, 3)
         features = network.trunk(obs)
         assert features.shape == (6, 120) and network.head[0].weight.shape == (84, 120)
         q = network.head(features)
@@ -96,7 +96,9 @@ def gradients_of_shares() -> None:
     args = SimpleNamespace(double_q=True, loss="huber", batch_size=8)
     with world.process_group(60):
         torch.manual_seed(0)
-        network, target_network = (dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, True) for _ in range(2))
+        network, target_network = (
+            dqn_ddp.QNetwork(gym.spaces.Box(-1, 1, (3,)), 2, True, "auto", True) for _ in range(2)
+        )
         target_network.requires_grad_(False)
         batch = random_batch(torch.randint(0, 2, (8,)))
         assert_shares_give_the_gradients_of_the_whole(

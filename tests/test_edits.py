@@ -80,7 +80,7 @@ def network_and_inputs(module, settings):
     if hasattr(module, "Actor"):
         return module.Actor(space, box, cpu), lambda: (rng.normal(size=(5, 4)).astype("f"), rng.normal(size=(5, 2)))
     if hasattr(module, "QNetwork"):
-        network = module.QNetwork(space, 3, settings.get("dueling", False))
+        network = module.QNetwork(space, 3, settings.get("dueling", False), "auto", True)
     else:
         network = module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3))
     return network, lambda: (rng.normal(size=(5, 4)).astype("f"),)

@@ -1,4 +1,4 @@
-"""What a user sets: the flags that all scripts share, and types of flags with the range that a value must be in."""
+"""What a user sets: the flags that all scripts share, and types of flags with their ranges."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ class RunArgs:
     """log to TensorBoard too: `tensorboard --logdir runs` (needs tensorboard)"""
 
     def experiment(self) -> dict[str, Any]:
-        """The flags on which the numbers depend: all of the script's own, and of these those of the first group."""
+        """The flags on which the numbers depend: the script's own, and of these the first group."""
         shared = {field.name for field in dataclasses.fields(RunArgs)} - set(GROUPS["experiment"].split())
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in shared}
 
     def __post_init__(self) -> None:
-        """Check every field, a script's own too, against the range in its annotation; and for missing packages."""
+        """Check every field, a script's own too, against its annotation's range; and missing packages."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             for annotated in (hint, *get_args(hint)):  # itself, or in a union with None
@@ -149,7 +149,7 @@ class RunArgs:
         require(valid, flag(name), getattr(self, name), needed)
 
     def require_divisible(self, name: str, divisor: str) -> None:
-        """Raise `BadInput`, with the nearest valid values, unless the field `divisor` divides the field `name`."""
+        """Raise `BadInput`, with the nearest valid values, unless field `divisor` divides field `name`."""
         require_divisible(flag(name), getattr(self, name), getattr(self, divisor), flag(divisor))
 
     def require_divisor(self, name: str, size: int, size_name: str) -> None:

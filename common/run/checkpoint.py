@@ -64,7 +64,7 @@ class Checkpoints:
         return self._read(self.dir / name, ends) if name else (0, 0)
 
     def _find(self) -> tuple[Path, str]:
-        """Rank 0: the run directory, and the name of the checkpoint that is to be read, "finished", or nothing."""
+        """Rank 0: the run directory, and the name of the checkpoint to read, "finished", or nothing."""
         logger = self.logger
         run_dir = logger.dir.absolute()
         if logger.finished:

@@ -139,7 +139,7 @@ class Logger:
             raise Fault(f"{path}: cannot be written ({error.strerror}).") from error
 
     def save(self, global_step: int, state: Mapping[str, Any]) -> None:
-        """Write model.pt, for `weights_only=True`: the arguments, the step, `state` without what only trains."""
+        """Write model.pt, for `weights_only=True`: arguments, step, `state` without what only trains."""
         if not self.enabled:
             return
         model = {"args": self.args.experiment(), "global_step": global_step}
@@ -171,7 +171,7 @@ class Logger:
             self._send(cells)
 
     def start(self, plan: str) -> None:
-        """Print the plan and start the clock. A run that continues no checkpoint writes its first files here."""
+        """Print the plan and start the clock. Without a checkpoint, write the first files."""
         self.note(plan)
         self.rng_state = torch.get_rng_state()  # None once a draw from it was noted
         self.begun = time.perf_counter() - self.wall

@@ -1,4 +1,4 @@
-"""What surrounds a training loop: the run directory, what is saved, and what happens at multiples of a period."""
+"""What surrounds a training loop: the run directory, what is saved, what is done periodically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOP_PERIOD = 500  # transitions (all processes) after which processes exchange 
 
 
 def crossed(period: int, before: int, now: int) -> bool:
-    """True if the step counter reached or passed a multiple of `period` between `before` and `now`; 0 is never."""
+    """True if the step counter reached a multiple of `period` after `before`, up to `now`; 0: never."""
     return period > 0 and now // period > before // period
 
 
@@ -117,7 +117,7 @@ class Run:
         self.compiles = args.compile
         self.global_step = 0
         self.last_step = 0
-        self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, whether or not one was due
+        self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, due or not
 
     def register(self, replay: Any = None, **state: Any) -> None:
         """Register what is equal on all processes: modules, optimisers, generators, tensors, normalisers.
@@ -130,7 +130,7 @@ class Run:
             self.replay = replay
 
     def upload(self, nest: Any) -> Any:
-        """Arrays and tensors, or nested lists, tuples and dicts of them -> tensors on this process's device."""
+        """Arrays, tensors, or nested lists, tuples, dicts of them -> tensors on this process's device."""
         return upload(tree_map_only(np.ndarray, to_tensor, nest), self.device)
 
     def policy(self, module: nn.Module) -> Acting:
@@ -197,7 +197,7 @@ class Run:
             self._evaluate(act)  # collective
 
     def start_environments(self) -> np.ndarray:
-        """Start every environment anew, from other seeds after each checkpoint -> observations (n, *shape)."""
+        """Start all environments anew, from other seeds after a checkpoint -> observations (n, *shape)."""
         self.environments_must_start = False
         for acting in self.acting:
             acting.restart()

@@ -1,4 +1,4 @@
-"""Where rows of metrics.csv go too: `--track` (wandb) and `--tensorboard`. Used by the `Logger`, on rank 0."""
+"""Where rows of metrics.csv go too: `--track` (wandb) and `--tensorboard`. For rank 0's `Logger`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Files in `tensorboard` in the run directory. A resumed run writes all rows anew, in place of the old ones."""
+    """Files in `tensorboard` in the run directory. A resumed run writes all its rows anew."""
 
     def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
