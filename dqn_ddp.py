@@ -62,6 +62,8 @@ class Args(RunArgs):
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
+    scale_pixels: bool = True
+    """divide pixels that are whole numbers by the space's largest; Pong is learned sooner without"""
     log_every: Count = 1_000
     """write a row at each multiple of so many transitions (all ranks)"""
     life_loss: bool = True
@@ -102,8 +104,6 @@ class Args(RunArgs):
     """choose the next action by the online network, value it by the target network"""
     dueling: bool = False
     """separate streams, of a hidden layer each, for the state's value and the actions' advantages"""
-    scale_pixels: bool = True
-    """divide pixels that are whole numbers by their largest; without, Pong is learned several times sooner"""
     n_step: Count = 1
     """steps of reward before the bootstrapped value, fewer where the episode ends"""
     prioritized: bool = False

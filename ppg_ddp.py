@@ -315,7 +315,7 @@ class Rollout(NamedTuple):
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
     actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
     rewards: np.ndarray  # (num_steps, n), and so are the next three
-    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start; without --norm-reward, rewards
+    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start
     dones: np.ndarray
     truncations: np.ndarray  # where an episode was truncated and not terminated
     next_obs: np.ndarray  # (n, *shape)
@@ -395,9 +395,7 @@ def collect(
 
         dones = terminations | truncations
         clipped_rewards = np.sign(rewards) if envs.atari else rewards
-        reward_sums = clipped_rewards
-        if args.norm_reward:
-            reward_sums = discounted_returns(clipped_rewards, dones, args.gamma, return_carry)  # moves return_carry on
+        reward_sums = discounted_returns(clipped_rewards, dones, args.gamma, return_carry)  # moves return_carry on
         rollouts = []
         for shard in envs.shards:
             rollout = Rollout(

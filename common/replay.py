@@ -70,7 +70,6 @@ class ReplayBuffer:
         self.repeats_first = repeats_first
         self.channels_last = channels_last
         self.plain = alpha == 0.0 and n_step == 1  # every stored place may be sampled, with priority 1
-        self.num_envs = num_envs
         self.envs = np.arange(len(range(num_envs)[world.local_slice(num_envs)]))
         self.size = len(self.envs) // len(world.shards)  # environments of a shard
         self.capacity = buffer_size // num_envs  # places of one environment
@@ -105,10 +104,6 @@ class ReplayBuffer:
         self.discounts = gamma ** np.arange(1.0, n_step + 1.0)
         self.largest = 1.0  # priority that was set on this rank
         self.new_priority = 1.0  # the largest on any rank, as of the last sample
-
-    def __len__(self) -> int:
-        """Transitions stored on all ranks."""
-        return min(self.time, self.capacity) * self.num_envs
 
     def start(self, obs: np.ndarray) -> None:
         """The observations (n, *shape) of a reset of all environments: the first, or after `cut`."""

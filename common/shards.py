@@ -198,15 +198,11 @@ def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
         return
     distance = 1
     while distance < world.world_size:  # a + b on one rank, b + a on the other: the same bits
-        buffer += exchange(buffer, world.rank ^ distance, world)  # collective
+        other = world.rank ^ distance
+        sent = buffer if world.nccl else buffer.cpu()  # gloo sends CPU tensors only
+        received = torch.empty_like(sent)
+        operations = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+        for work in dist.batch_isend_irecv(operations):  # collective
+            work.wait()
+        buffer += received.to(buffer.device)
         distance *= 2
-
-
-def exchange(own: torch.Tensor, rank: int, world: World) -> torch.Tensor:
-    """Send `rank` this tensor -> the tensor of the same shape that it sent."""
-    sent = own if world.nccl else own.cpu()  # gloo sends CPU tensors only
-    received = torch.empty_like(sent)
-    operations = [dist.P2POp(dist.isend, sent, rank), dist.P2POp(dist.irecv, received, rank)]
-    for work in dist.batch_isend_irecv(operations):  # collective
-        work.wait()
-    return received.to(own.device)

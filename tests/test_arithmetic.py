@@ -269,6 +269,9 @@ def test_both_trunks_read_images_of_any_layout(float64):
     layers = nn.Sequential(*agent.trunk.layers)
     torch.testing.assert_close(layers(obs.double() / 255), features)
     assert features.shape == (3, 512)
+    for scaled, scale in ((True, 255), (False, 1)):
+        trunk = dqn_ddp.QNetwork(gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), 6, False, "auto", scaled).trunk
+        torch.testing.assert_close(trunk(obs), trunk.layers(obs.double() / scale))
     small = ppo_ddp.Agent(gym.spaces.Box(0, 1, (6, 10, 10), np.bool_), DISCRETE)
     assert [tuple(p.shape) for p in small.trunk.parameters()] == [(16, 6, 3, 3), (16,), (128, 1024), (128,)]
     for module in (ppo_ddp, ppg_ddp, dqn_ddp):
@@ -277,9 +280,4 @@ def test_both_trunks_read_images_of_any_layout(float64):
             obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 6, 10, 10)).astype(dtype))
             expected = trunk.layers(obs.double() / scale)
             torch.testing.assert_close(trunk(obs), expected)
-    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    for scaled, scale in ((True, 255), (False, 1)):
-        network = dqn_ddp.QNetwork(space, 6, False, "auto", scaled)
-        obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
-        torch.testing.assert_close(network(obs), network.head(network.trunk.layers(obs.double() / scale)))
     assert small.value_trunk is None and small.trunk(torch.ones(2, 6, 10, 10, dtype=torch.bool)).shape == (2, 128)

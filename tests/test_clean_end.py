@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+import sac_ddp
 from common.errors import Fault
 from common.run.arguments import parse
 from runs import Run, descendants, finish, free_port, run, start, wait_until
@@ -151,6 +152,17 @@ def test_a_second_signal_ends_a_hung_collective_at_once(tmp_path):
         for rank in ranks:
             rank.send_signal(signal.SIGINT)
     assert [finish(rank, tmp_path, timeout=10).code for rank in ranks] == [130, 130]
+
+
+def test_a_stop_in_the_first_evaluation_learns_nothing(tmp_path, monkeypatch):
+    def evaluate(act, envs, episodes, world, *_):
+        world.stop = signal.SIGTERM
+        return {"eval/episodic_return": 0.0}
+
+    monkeypatch.setattr("common.run.loop.evaluate", evaluate)
+    with pytest.raises(SystemExit, match="143"):
+        sac_ddp.main(sac_ddp.Args(run_dir=str(tmp_path / "run"), learning_starts=50, total_timesteps=100))
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from common.state import check_equal
 from common.tensors import to_tensor, upload
 
 Act = Callable[[np.ndarray], np.ndarray]
-STOP_PERIOD = 500  # transitions (all processes) after which processes exchange stop requests
+STOP_PERIOD = 100  # transitions (all processes) after which processes exchange stop requests
 
 
 def crossed(period: int, before: int, now: int) -> bool:
@@ -195,6 +195,8 @@ class Run:
         self.logger.start(f"{plan} on {self.world.world_size} process(es), {self.device}{through}")
         if args.eval_every and not self.global_step:
             self._evaluate(act)  # collective
+            if self.world.stop:
+                raise SystemExit(128 + self.world.stop)
 
     def start_environments(self) -> np.ndarray:
         """Start all environments anew, from other seeds after a checkpoint -> observations (n, *shape)."""

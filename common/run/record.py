@@ -107,8 +107,8 @@ def require_same_run(path: Path, recorded: Mapping[str, Any], record: Mapping[st
     if not args.get("checkpoint_every"):
         raise BadInput(f"--resume: {path} holds a run that was recorded without --checkpoint-every; name another.")
     for name, value in record["args"].items():
-        before = args.get(name)
-        longer = name == "total_timesteps" and value > (before or value)  # Checkpoints looks at the schedules
+        before = args.get(name, value)  # a flag may be newer than the record
+        longer = name == "total_timesteps" and value > before  # Checkpoints looks at the schedules
         if name not in MAY_CHANGE_ON_RESUME and not longer:
             require(value == before, flag(name), value, f"{before} to go on with {path}")
     if record["args"]["shards"] is None and record["world_size"] != recorded["world_size"]:
