@@ -49,12 +49,6 @@ DQN_PONG = "--shards 2 --num-envs 8 --eval-every 50000 --eval-episodes 10 --chec
 DQN_PONG += " --buffer-size 100000 --batch-size 32 --learning-rate 1e-4 --no-anneal-lr --learning-starts 10000"
 DQN_PONG += " --train-frequency 4 --target-network-frequency 2000 --n-step 3 --double-q --no-scale-pixels"
 DQN_PONG += " --end-e 0.02 --exploration-fraction 0.16 --total-timesteps 600000 --save-model"
-# frames of 44 x 44 pixels still show the ball, and take a third of the time of 84 x 84
-SMALL = '--env-kwargs \'{"img_height": 44, "img_width": 44}\''
-DQN_SMALL = "--shards 2 --num-envs 8 --eval-every 50000 --eval-episodes 10 --checkpoint-every 100000 --log-every 10000"
-DQN_SMALL += " --total-timesteps 1000000 --buffer-size 100000 --batch-size 32 --learning-rate 1e-4 --adam-eps 1e-5"
-DQN_SMALL += " --learning-starts 20000 --train-frequency 4 --target-network-frequency 2000 --exploration-fraction 0.15"
-DQN_SMALL += f" --end-e 0.02 --n-step 10 --prioritized --dueling --max-grad-norm 10 {SMALL}"
 
 # the paper's (arXiv:2009.04416, table 2 and its code): 64 environments on each of four workers
 PROCGEN = "--network impala --total-timesteps 100000000 --eval-every 5000000 --checkpoint-every 8388608"
@@ -186,7 +180,6 @@ SUITES = {
     "pong": [
         work("ppo_ddp.py", "ALE/Pong-v5", PPO_PONG, ONE_AND_TWO),
         work("dqn_ddp.py", "ALE/Pong-v5", DQN_PONG, ONE_AND_TWO),
-        work("dqn_ddp.py", "ALE/Pong-v5", DQN_SMALL, ONE_AND_TWO, "small"),
     ],
     "procgen": [
         work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)}, training=True)
