@@ -135,11 +135,11 @@ class Trunk(nn.Module):
     Vector: a layer of 120. Image: the convolutions of common/encoders.py. `width`: of the hidden layers.
     """
 
-    def __init__(self, space: gym.spaces.Box, network: str = "auto", scale_pixels: bool = True) -> None:
+    def __init__(self, space: gym.spaces.Box, network: str = "auto", scaled: bool = True) -> None:
         super().__init__()
         self.image = len(space.shape) == 3
         if self.image:
-            self.pixels = Pixels(space, scale_pixels)
+            self.pixels = Pixels(space, scaled)
             layers, self.num_features, self.width = image_encoder(space, network)
         else:
             self.num_features, self.width = 120, 84

@@ -85,7 +85,7 @@ class Watchdog:
 
 
 def end_now(code: int) -> None:
-    """End this process and its children without unwinding. Rows are on the disk: nothing is lost."""
+    """End this process and its children without unwinding. Rows are flushed: nothing is lost."""
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
