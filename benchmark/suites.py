@@ -178,7 +178,7 @@ SUITES = {
         for script, flags in (("ppo_ddp.py", PPO_ATARI), ("dqn_ddp.py", DQN_ATARI))
     ],
     "pong": [
-        work("ppo_ddp.py", "ALE/Pong-v5", PPO_PONG, ONE_AND_TWO),
+        work("ppo_ddp.py", "ALE/Pong-v5", PPO_PONG, {1: (1,), 2: (1, 2, 3)}),
         work("dqn_ddp.py", "ALE/Pong-v5", DQN_PONG, ONE_AND_TWO),
     ],
     "procgen": [

@@ -1,8 +1,8 @@
 """Draws experiments, runs each on one process and on several, and compares their bytes.
 
-    python tests/fuzz.py --minutes 30 --seed 1
-    python tests/fuzz.py --only 17 --seed 1            # draw 17 of seed 1 again
-    python tests/fuzz.py --broken alignment            # how many draws it takes to find a break that is known
+    PYTHONPATH=. python tests/fuzz.py --minutes 30 --seed 1
+    PYTHONPATH=. python tests/fuzz.py --only 17 --seed 1   # draw 17 of seed 1 again
+    PYTHONPATH=. python tests/fuzz.py --broken alignment   # how many draws it takes to find a known break
 
 A draw is a script, an environment (`tests.envs:Drawn-v0`, Atari on small frames, or MinAtar), flags, now and then an
 edit of the networks or a loaded model, and two launches: `python`, and torchrun on 2, 4 or 8 processes, each with
