@@ -9,11 +9,12 @@ To use it in a project of your own, copy this file and `common/`.
 A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
 round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
 that results are the same, and a process may hold several. Without it, each process is one shard.
-`batches`, `stats` are lists with an entry for each shard of this process.
+In `train`, `batches` and `stats` are lists with an entry for each shard of this process. Every process must
+reach the lines marked `# collective`, in the same order.
 
 Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling
 networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
-1. Sizes and periods are totals; at any `--num-envs` there are as many gradient steps per transition.
+1. Sizes and periods are totals; `--num-envs` does not change the number of gradient steps per transition.
 2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from
    each of `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and
    losses are scaled to give the mean over the batch.
@@ -63,7 +64,7 @@ class Args(RunArgs):
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
     scale_pixels: bool = True
-    """divide pixels that are whole numbers by the space's largest; Pong is learned sooner without"""
+    """divide integer pixels by the space's largest value; Pong is learned sooner without"""
     log_every: Count = 1_000
     """write a row at each multiple of so many transitions (all ranks)"""
     life_loss: bool = True
@@ -121,9 +122,9 @@ class Args(RunArgs):
         smallest = self.num_envs * self.n_step
         self.require(self.buffer_size >= smallest, "buffer_size", f"at least {smallest} with --n-step")
         start = max(self.learning_starts, smallest) // self.num_envs * self.num_envs
-        first = next_multiple(next_multiple(start + 1, self.train_frequency), self.num_envs)
-        needed = f"at least {first}, which has a gradient step (--learning-starts {self.learning_starts})"
-        self.require_budget(first, needed)
+        first_update = next_multiple(next_multiple(start + 1, self.train_frequency), self.num_envs)
+        needed = f"at least {first_update}, which has a gradient step (--learning-starts {self.learning_starts})"
+        self.require_budget(first_update, needed)
 
 
 # ALGO LOGIC: networks
@@ -185,7 +186,7 @@ class TDLoss(nn.Module):
         self.target_network = target_network  # without gradients
         self.double_q = args.double_q
         self.td_loss = F.smooth_l1_loss if args.loss == "huber" else F.mse_loss
-        self.scale = num_shards / args.batch_size  # the gradients' mean over shards is then the batch's
+        self.scale = num_shards / args.batch_size  # losses are sums; `run.backward` divides by num_shards
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""
@@ -219,18 +220,18 @@ def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: t
             obs = run.start_environments()
             rb.start(obs)
         if starts or step % NOISE_STEPS == 0:
-            # all environments' noise is drawn on every process, each takes its own
+            # every process draws the noise of all environments and keeps that of its own
             noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator).numpy()
             random_actions = (noise[:, 1, local_envs] * num_actions).astype(np.int64)
         epsilon = linear_schedule(args.start_e, args.end_e, step * args.num_envs / exploration_steps)
         greedy = noise[step % NOISE_STEPS, 0] >= epsilon
         actions = random_actions[step % NOISE_STEPS]
-        if greedy.any():  # in any process, so that all call the policy at the same steps
+        if greedy.any():  # in any process: all call `policy` equally often (it counts)
             actions = np.where(greedy[local_envs], policy(obs).argmax(-1), actions)
 
         obs, rewards, terminations, truncations, infos = envs.step(actions)
-        learned = np.sign(rewards) if envs.atari else rewards
-        rb.add(actions, learned, terminations, truncations, obs, infos)
+        learned_rewards = np.sign(rewards) if envs.atari else rewards
+        rb.add(actions, learned_rewards, terminations, truncations, obs, infos)
         yield epsilon
 
 
@@ -263,15 +264,10 @@ def main(args: Args) -> None:
         image = len(obs_space.shape) == 3
         args.require(args.network == "auto" or image, "network", "left off for vector observations")
         args.require(args.scale_pixels or image, "scale_pixels", "left on for vector observations")
-        options = {
-            "alpha": args.per_alpha if args.prioritized else 0.0,
-            "n_step": args.n_step,
-            "gamma": args.gamma,
-            "stack": envs.stack,
-            "repeats_first": envs.repeats_first,
-            "channels_last": envs.channels_last,
-        }
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, (), np.dtype(np.int64), **options)
+        options = {"action_shape": (), "action_dtype": np.int64, "n_step": args.n_step, "gamma": args.gamma}
+        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
+        options["alpha"] = args.per_alpha if args.prioritized else 0.0
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, **options)
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
@@ -284,7 +280,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
+    seed = int(torch.randint(2**62, ()))  # so that it does not repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
     num_actions = int(envs.single_action_space.n)
     q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network, args.scale_pixels)
@@ -299,14 +295,16 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
     # uses the bare network.
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.uses_ddp else loss_fn  # collective
-    policy = run.policy(q_network)
+    policy = run.policy(q_network)  # arrays -> Q-values, by numpy for vectors
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
         return policy.by_module(obs).argmax(-1)
 
-    schedules = {"exploration_fraction": args.exploration_fraction, "per_beta": args.prioritized}
-    run.load_or_start(act, budget, anneal_lr=args.anneal_lr, **schedules)  # collective
+    # flags that change something, and in which part of the run (True: all); it may be made longer only after that
+    run.load_or_start(  # collective
+        act, budget, anneal_lr=args.anneal_lr, exploration_fraction=args.exploration_fraction, per_beta=args.prioritized
+    )
     experience = collect(args, run, rb, policy, generator)
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         rollout_start = time.perf_counter()
@@ -321,7 +319,8 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if updates and global_step > smallest:  # the buffer holds complete transitions
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for group in optimizer.param_groups:
-                group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])
+                start = group.setdefault("initial_lr", group["lr"])  # checkpoints keep it
+                group["lr"] = fraction * start
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective
                 optimizer.zero_grad()

@@ -9,8 +9,9 @@ To use it in a project of your own, copy this file and `common/`.
 A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
 round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
 that results are the same, and a process may hold several. Without it, each process is one shard.
-`rollouts`, `batches`, `inds`, `advantages`, `phases`, `minibatches`, `stats` are lists with an entry for
-each shard of this process.
+In `train`, `rollouts`, `batches`, `inds`, `advantages`, `returns`, `phases`, `aux_inds`, `minibatches` and
+`stats` are lists with an entry for each shard of this process. Every process must reach the lines marked
+`# collective`, in the same order.
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi`
 iterations, where the policy network learns the value function without changing its policy. With
@@ -26,7 +27,7 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
 4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-   With `--no-norm-reward`, one CartPole seed in five fell back from a good policy by 200 k steps.
+   With `--no-norm-reward`, one of five CartPole seeds had lost a good policy after 200 k steps.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
 8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
    bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
@@ -121,7 +122,7 @@ class Args(RunArgs):
     aux_epochs: Whole = 6
     """epochs of an auxiliary phase; 0: no auxiliary phases, which on vectors is PPO"""
     num_aux_minibatches: Count = 16
-    """minibatches per auxiliary epoch, each with as many steps of every environment"""
+    """minibatches per auxiliary epoch, each with the same number of steps of every environment"""
     aux_learning_rate: Positive = 5e-4
     """the auxiliary phase's learning rate, annealed with the policy phase's"""
     beta_clone: Weight = 1.0
@@ -199,7 +200,7 @@ class Agent(nn.Module):
         return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
 
     def value(self, obs: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Values (B,) of obs (B, *shape); `features` is here because ppo_ddp.py has it."""
+        """Values (B,) of obs (B, *shape); `features` is not used; ppo_ddp.py has it too."""
         return self.critic(self.value_trunk(obs)).squeeze(-1)
 
     def log_prob_entropy(self, pi: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +219,8 @@ class Agent(nn.Module):
         if self.discrete:
             old_log_p, log_p = old_pi.log_softmax(-1), pi.log_softmax(-1)
             return (old_log_p.exp() * (old_log_p - log_p)).sum(-1)
-        old_mean, old_log_std, mean, log_std = *old_pi.chunk(2, -1), *pi.chunk(2, -1)
+        old_mean, old_log_std = old_pi.chunk(2, -1)
+        mean, log_std = pi.chunk(2, -1)
         moved = ((2 * old_log_std).exp() + (old_mean - mean) ** 2) / (2 * (2 * log_std).exp())
         return (log_std - old_log_std + moved - 0.5).sum(-1)
 
@@ -309,7 +311,7 @@ class AuxLoss(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """What n environments gave in an iteration, as views of memory that the next one uses again."""
+    """What n environments gave in an iteration, as views of arrays that the next iteration overwrites."""
 
     obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
@@ -317,9 +319,9 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # (num_steps, n), and so are the next three
     reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start
     dones: np.ndarray
-    truncations: np.ndarray  # where an episode was truncated and not terminated
+    truncations: np.ndarray  # truncated, not terminated
     next_obs: np.ndarray  # (n, *shape)
-    final_obs: list[np.ndarray]  # the last observations there, in the order of `truncations`
+    final_obs: list[np.ndarray]  # last observations of truncated episodes, by step, then environment
     phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the whole policy phase; `obs` is its newest part
 
 
@@ -375,7 +377,7 @@ def collect(
         if run.environments_must_start:
             next_obs = run.start_environments()
             return_carry = np.zeros(envs.num_envs)
-        # all environments' noise is drawn on every process, each takes its own
+        # every process draws the noise of all environments and keeps that of its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
         final_obs = {}  # the last observations of truncated episodes, by step and environment
@@ -394,15 +396,15 @@ def collect(
                     final_obs[step, i] = np.array(infos["final_obs"][i])
 
         dones = terminations | truncations
-        clipped_rewards = np.sign(rewards) if envs.atari else rewards
-        reward_sums = discounted_returns(clipped_rewards, dones, args.gamma, return_carry)  # moves return_carry on
+        learned_rewards = np.sign(rewards) if envs.atari else rewards
+        reward_sums = discounted_returns(learned_rewards, dones, args.gamma, return_carry)  # moves return_carry on
         rollouts = []
         for shard in envs.shards:
             rollout = Rollout(
                 obs=obs[:, shard],
                 features=None if features is None else features[:, shard],
                 actions=actions[:, shard],
-                rewards=clipped_rewards[:, shard],
+                rewards=learned_rewards[:, shard],
                 reward_sums=reward_sums[:, shard],
                 dones=dones[:, shard],
                 truncations=truncations[:, shard],
@@ -469,8 +471,8 @@ def compute_gae(
 def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     """Random numbers (num_epochs, n, num_steps) -> shuffled indices (num_epochs, num_minibatches, size).
 
-    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the
-    order of its random numbers and cut, so that a minibatch holds as many steps of every environment.
+    They are indices into a flattened (num_steps, n). Each environment's steps are shuffled, in the order of its
+    random numbers, and cut into equal parts: a minibatch holds the same number of steps of every environment.
     """
     num_epochs, n, _ = draws.shape
     inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
@@ -504,7 +506,7 @@ def train(args: Args, run: Run) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
+    seed = int(torch.randint(2**62, ()))  # so that it does not repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
@@ -518,62 +520,63 @@ def train(args: Args, run: Run) -> None:
     run.register(obs_moments=obs_moments, return_moments=return_moments)
     parameters = list(agent.parameters())
     loss_fn = PPOLoss(agent, args)
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
-    # and bootstrapping use the bare agent.
-    # One wrapper for each loss, of exactly the parameters that it uses.
+    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses, each of
+    # exactly the parameters that it uses; acting and bootstrapping use the bare agent.
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.uses_ddp else loss_fn  # collective
     ddp_aux_loss = DDP(aux_loss_fn, **world.ddp_options) if world.uses_ddp else aux_loss_fn  # collective
-    policy = run.policy(agent)
+    policy = run.policy(agent)  # arrays -> pi, by numpy for vectors
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation, by the module itself."""
         return agent.mode(policy.by_module(obs_moments.normalized(obs)))
 
-    experience = collect(args, run, agent, policy, generator, obs_moments)
     phase_returns = deque(maxlen=args.n_pi)
+    # a resumed run may be made longer, unless the learning rate falls
     run.load_or_start(act, num_iterations * batch_size, anneal_lr=args.anneal_lr)  # collective
+    experience = collect(args, run, agent, policy, generator, obs_moments)
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         for group in [*optimizer.param_groups, *aux_optimizer.param_groups]:
-            group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])  # each its own
+            start = group.setdefault("initial_lr", group["lr"])  # checkpoints keep it
+            group["lr"] = fraction * start
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective
         batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
+        obs_moments.update([x.obs for x in rollouts], world)  # collective; for the next rollout
         update_start = time.perf_counter()
 
-        # update; all environments' random numbers are drawn on every process, as the noise is
+        # update; every process draws for all environments, as in `collect`
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         draws = draws[:, world.local_slice(args.num_envs)]
         inds = run.upload([minibatch_inds(draws[:, shard], args.num_minibatches) for shard in envs.shards])
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
-        # each shard's: (num_epochs, num_minibatches, size)
-        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]
+        # of all minibatches at once: (num_epochs, num_minibatches, size)
+        advantages = [x[shard_inds] for x, shard_inds in zip(advantages, inds, strict=True)]
         if args.norm_adv == "minibatch":
-            advantages = standardized(advantages, world)  # collective, once for all epochs
+            advantages = standardized(advantages, world)  # collective, one instead of one for each minibatch
         for epoch in range(args.update_epochs):
-            kls = []  # of each minibatch, a list over shards
+            kls = []  # for each minibatch, approx_kl of each shard
             for i in range(args.num_minibatches):
                 minibatches = []  # one for each shard of this process
-                for batch, mb, adv in zip(batches, inds, advantages, strict=True):
-                    minibatches.append(batch.take(mb[epoch, i])._replace(advantages=adv[epoch, i]))
+                for batch, shard_inds, adv in zip(batches, inds, advantages, strict=True):
+                    minibatches.append(batch.take(shard_inds[epoch, i])._replace(advantages=adv[epoch, i]))
                 optimizer.zero_grad()
                 stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 run.means.add(stats)
                 kls.append([x["approx_kl"] for x in stats])
-            if args.target_kl is not None and run.mean(kls) > args.target_kl:  # collective
+            if args.target_kl is not None and run.mean_over_ranks(kls) > args.target_kl:  # collective
                 break
-        obs_moments.update([x.obs for x in rollouts], world)  # collective; for the next rollout
         update_end = time.perf_counter()
 
         # auxiliary phase
         phase_returns.append([batch.returns for batch in batches])
-        may_checkpoint = not args.aux_epochs or iteration % args.n_pi == 0  # not within a policy phase
-        if args.aux_epochs and may_checkpoint:
+        phase_ends = not args.aux_epochs or iteration % args.n_pi == 0
+        if args.aux_epochs and phase_ends:
             returns = [torch.cat(x) for x in zip(*phase_returns, strict=True)]  # of each shard
             phases = [Phase(args, run, agent, *x, obs_moments) for x in zip(rollouts, returns, strict=True)]
             draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
@@ -581,7 +584,7 @@ def train(args: Args, run: Run) -> None:
             aux_inds = [minibatch_inds(draws[:, shard], args.num_aux_minibatches) for shard in envs.shards]
             for aux_epoch in range(args.aux_epochs):
                 for i in range(args.num_aux_minibatches):
-                    minibatches = [x.take(mb[aux_epoch, i]) for x, mb in zip(phases, aux_inds, strict=True)]
+                    minibatches = [phase.take(x[aux_epoch, i]) for phase, x in zip(phases, aux_inds, strict=True)]
                     aux_optimizer.zero_grad()
                     stats = run.backward(ddp_aux_loss, minibatches)  # collective: the mean gradient
                     nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
@@ -599,7 +602,8 @@ def train(args: Args, run: Run) -> None:
         row["losses/epochs"] = epoch + 1
         row |= explained_variance([(x.advantages, x.values) for x in batches], world)  # collective
         run.logger.log(iteration * batch_size, row)
-        if run.evaluate_and_checkpoint(iteration * batch_size, act, may_checkpoint):  # collective
+        # a checkpoint within a policy phase would lose what the auxiliary phase needs
+        if run.evaluate_and_checkpoint(iteration * batch_size, act, may_checkpoint=phase_ends):  # collective
             break
     run.finish()
 

@@ -9,8 +9,8 @@ To use it in a project of your own, copy this file and `common/`.
 A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
 round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
 that results are the same, and a process may hold several. Without it, each process is one shard.
-`rollouts`, `batches`, `inds`, `advantages`, `minibatches`, `stats` are lists with an entry for each shard
-of this process.
+In `train`, `rollouts`, `batches`, `inds`, `advantages`, `minibatches` and `stats` are lists with an entry for
+each shard of this process. Every process must reach the lines marked `# collective`, in the same order.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
@@ -20,7 +20,7 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
 4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-   With `--no-norm-reward`, one CartPole seed in five fell back from a good policy by 200 k steps.
+   With `--no-norm-reward`, one of five CartPole seeds had lost a good policy after 200 k steps.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
 8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
    bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
@@ -251,7 +251,7 @@ class PPOLoss(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """What n environments gave in an iteration, as views of memory that the next one uses again."""
+    """What n environments gave in an iteration, as views of arrays that the next iteration overwrites."""
 
     obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
     features: torch.Tensor | None  # (num_steps, n, num_features), of images
@@ -259,9 +259,9 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # (num_steps, n), and so are the next three
     reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start
     dones: np.ndarray
-    truncations: np.ndarray  # where an episode was truncated and not terminated
+    truncations: np.ndarray  # truncated, not terminated
     next_obs: np.ndarray  # (n, *shape)
-    final_obs: list[np.ndarray]  # the last observations there, in the order of `truncations`
+    final_obs: list[np.ndarray]  # last observations of truncated episodes, by step, then environment
 
 
 def learning_batch(
@@ -276,7 +276,7 @@ def learning_batch(
         actions = run.upload(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
         features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
         logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
-        # in parts of a minibatch's size, for memory
+        # in parts, for memory, as in ppg_ddp.py, whose value network has a trunk for images
         chunks = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*chunk) for chunk in chunks])
         last_obs = np.stack([*rollout.next_obs, *rollout.final_obs])
@@ -316,7 +316,7 @@ def collect(
         if run.environments_must_start:
             next_obs = run.start_environments()
             return_carry = np.zeros(envs.num_envs)
-        # all environments' noise is drawn on every process, each takes its own
+        # every process draws the noise of all environments and keeps that of its own
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
         noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
         final_obs = {}  # the last observations of truncated episodes, by step and environment
@@ -335,15 +335,15 @@ def collect(
                     final_obs[step, i] = np.array(infos["final_obs"][i])
 
         dones = terminations | truncations
-        clipped_rewards = np.sign(rewards) if envs.atari else rewards
-        reward_sums = discounted_returns(clipped_rewards, dones, args.gamma, return_carry)  # moves return_carry on
+        learned_rewards = np.sign(rewards) if envs.atari else rewards
+        reward_sums = discounted_returns(learned_rewards, dones, args.gamma, return_carry)  # moves return_carry on
         rollouts = []
         for shard in envs.shards:
             rollout = Rollout(
                 obs=obs[:, shard],
                 features=None if features is None else features[:, shard],
                 actions=actions[:, shard],
-                rewards=clipped_rewards[:, shard],
+                rewards=learned_rewards[:, shard],
                 reward_sums=reward_sums[:, shard],
                 dones=dones[:, shard],
                 truncations=truncations[:, shard],
@@ -385,8 +385,8 @@ def compute_gae(
 def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
     """Random numbers (num_epochs, n, num_steps) -> shuffled indices (num_epochs, num_minibatches, size).
 
-    They are indices into a flattened (num_steps, n). The time indices of each environment are put in the
-    order of its random numbers and cut, so that a minibatch holds as many steps of every environment.
+    They are indices into a flattened (num_steps, n). Each environment's steps are shuffled, in the order of its
+    random numbers, and cut into equal parts: a minibatch holds the same number of steps of every environment.
     """
     num_epochs, n, _ = draws.shape
     inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
@@ -419,7 +419,7 @@ def train(args: Args, run: Run) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
+    seed = int(torch.randint(2**62, ()))  # so that it does not repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
@@ -432,50 +432,52 @@ def train(args: Args, run: Run) -> None:
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
     # and bootstrapping use the bare agent.
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.uses_ddp else loss_fn  # collective
-    policy = run.policy(agent)
+    policy = run.policy(agent)  # arrays -> pi, by numpy for vectors
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation, by the module itself."""
         return agent.mode(policy.by_module(obs_moments.normalized(obs)))
 
-    experience = collect(args, run, agent, policy, generator, obs_moments)
+    # a resumed run may be made longer, unless the learning rate falls
     run.load_or_start(act, num_iterations * batch_size, anneal_lr=args.anneal_lr)  # collective
+    experience = collect(args, run, agent, policy, generator, obs_moments)
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = fraction * group.setdefault("initial_lr", group["lr"])  # each its own
+            start = group.setdefault("initial_lr", group["lr"])  # checkpoints keep it
+            group["lr"] = fraction * start
         rollout_start = time.perf_counter()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective
         batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
+        obs_moments.update([x.obs for x in rollouts], world)  # collective; for the next rollout
         update_start = time.perf_counter()
 
-        # update; all environments' random numbers are drawn on every process, as the noise is
+        # update; every process draws for all environments, as in `collect`
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         draws = draws[:, world.local_slice(args.num_envs)]
         inds = run.upload([minibatch_inds(draws[:, shard], args.num_minibatches) for shard in envs.shards])
         advantages = [batch.advantages for batch in batches]
         if args.norm_adv == "batch":
             advantages = standardized(advantages, world)  # collective
-        # each shard's: (num_epochs, num_minibatches, size)
-        advantages = [x[mb] for x, mb in zip(advantages, inds, strict=True)]
+        # of all minibatches at once: (num_epochs, num_minibatches, size)
+        advantages = [x[shard_inds] for x, shard_inds in zip(advantages, inds, strict=True)]
         if args.norm_adv == "minibatch":
-            advantages = standardized(advantages, world)  # collective, once for all epochs
+            advantages = standardized(advantages, world)  # collective, one instead of one for each minibatch
         for epoch in range(args.update_epochs):
-            kls = []  # of each minibatch, a list over shards
+            kls = []  # for each minibatch, approx_kl of each shard
             for i in range(args.num_minibatches):
                 minibatches = []  # one for each shard of this process
-                for batch, mb, adv in zip(batches, inds, advantages, strict=True):
-                    minibatches.append(batch.take(mb[epoch, i])._replace(advantages=adv[epoch, i]))
+                for batch, shard_inds, adv in zip(batches, inds, advantages, strict=True):
+                    minibatches.append(batch.take(shard_inds[epoch, i])._replace(advantages=adv[epoch, i]))
                 optimizer.zero_grad()
                 stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 run.means.add(stats)
                 kls.append([x["approx_kl"] for x in stats])
-            if args.target_kl is not None and run.mean(kls) > args.target_kl:  # collective
+            if args.target_kl is not None and run.mean_over_ranks(kls) > args.target_kl:  # collective
                 break
-        obs_moments.update([x.obs for x in rollouts], world)  # collective; for the next rollout
         update_end = time.perf_counter()
 
         run.means.seconds["time/rollout"] += update_start - rollout_start

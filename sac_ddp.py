@@ -9,11 +9,12 @@ To use it in a project of your own, copy this file and `common/`.
 A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
 round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
 that results are the same, and a process may hold several. Without it, each process is one shard.
-`batches`, `noise`, `stats` are lists with an entry for each shard of this process.
+In `train`, `batches`, `next_noise`, `obs`, `noise` and `stats` are lists with an entry for each shard of this
+process. Every process must reach the lines marked `# collective`, in the same order.
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay
 arXiv:1511.05952):
-1. Sizes and periods are totals; at any `--num-envs` there are as many gradient steps per transition.
+1. Sizes and periods are totals; `--num-envs` does not change the number of gradient steps per transition.
 2. One buffer over all ranks. A batch is a stratified sample, also where it is uniform: one draw from
    each of `--batch-size` equal parts. Each rank serves the draws that fall on its transitions, and
    losses are scaled to give the mean over the batch. Transition i of the batch gets the same noise,
@@ -107,9 +108,9 @@ class Args(RunArgs):
         self.require(fits, "batch_size", f"at most --buffer-size ({self.buffer_size})")
         start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
-        first = next_multiple(next_multiple(start + 1, period), self.num_envs)
-        needed = f"at least {first}, which has an update of the actor (--learning-starts {self.learning_starts})"
-        self.require_budget(first, needed)
+        first_update = next_multiple(next_multiple(start + 1, period), self.num_envs)
+        needed = f"at least {first_update}, which has an update of the actor (--learning-starts {self.learning_starts})"
+        self.require_budget(first_update, needed)
 
 
 # ALGO LOGIC: networks
@@ -173,8 +174,8 @@ class CriticLoss(nn.Module):
         super().__init__()
         self.critics = critics
         self.critics_target = critics_target  # without gradients
-        self.next_policy = (actor, log_alpha)  # in a tuple, since this loss does not train them
-        self.scale = scale  # num_shards / batch_size: the gradients' mean over shards is then the batch's
+        self.next_policy = (actor, log_alpha)  # in a tuple, or DDP would wait for their gradients
+        self.scale = scale
 
     def forward(self, batch: Batch, next_noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,).
@@ -185,11 +186,12 @@ class CriticLoss(nn.Module):
             actor, log_alpha = self.next_policy
             next_actions, next_logprob = actor(batch.next_obs, next_noise)
             min_qf_next = torch.minimum(*self.critics_target(batch.next_obs, next_actions))
-            entropy = (next_logprob, log_alpha.exp())
-            td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, *entropy)
+            alpha = log_alpha.exp()
+            td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, next_logprob, alpha)
         qf = self.critics(batch.obs, batch.actions)  # (2, b)
         delta = qf - td_target
-        qf1_loss, qf2_loss = qf_losses = (batch.weights * delta**2).sum(1) * self.scale
+        qf_losses = (batch.weights * delta**2).sum(1) * self.scale
+        qf1_loss, qf2_loss = qf_losses
         qf1_values, qf2_values = qf.sum(1) * self.scale
         stats = {"qf1_loss": qf1_loss, "qf2_loss": qf2_loss, "td_errors": delta.abs().mean(0)}
         stats |= {"qf1_values": qf1_values, "qf2_values": qf2_values}
@@ -204,7 +206,7 @@ class ActorLoss(nn.Module):
         self.actor = actor
         self.log_alpha = log_alpha
         self.critics = critics  # without gradients
-        self.scale = scale  # num_shards / batch_size
+        self.scale = scale
         self.target_entropy = -len(actor.scale)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -235,7 +237,7 @@ def collect(
         if run.environments_must_start:
             obs = run.start_environments()
             rb.start(obs)
-        # all environments' noise is drawn on every process, each takes its own
+        # every process draws the noise of all environments and keeps that of its own
         uniform = step * args.num_envs < args.learning_starts
         draw = torch.rand if uniform else torch.randn
         noise = draw(args.num_envs, len(actor.scale), generator=generator)[local_envs]
@@ -283,12 +285,10 @@ def main(args: Args) -> None:
         low, high = action_space.low, action_space.high
         bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
         needed = f"an environment whose actions have distinct bounds, within -1e6 and 1e6, not {action_space}"
-        advice = " (gymnasium.wrappers.TransformAction gives such)"
-        args.require(bounded, "env_id", f"{' '.join(needed.split())}{advice}")
-        options = {"alpha": args.per_alpha if args.prioritized else 0.0, "gamma": args.gamma}
-        action_shape = (math.prod(action_space.shape),)
-        sizes = (args.buffer_size, args.num_envs)
-        rb = ReplayBuffer(*sizes, envs.world, obs_space, action_shape, default_float(), **options)
+        args.require(bounded, "env_id", f"{' '.join(needed.split())} (gymnasium.wrappers.TransformAction gives such)")
+        options = {"action_shape": (math.prod(action_space.shape),), "action_dtype": default_float()}
+        options |= {"gamma": args.gamma, "alpha": args.per_alpha if args.prioritized else 0.0}
+        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, **options)
         with open_run(args, __file__, COLUMNS, envs) as run:
             train(args, run, rb)
 
@@ -301,7 +301,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # a stream apart from that of the initial weights
+    seed = int(torch.randint(2**62, ()))  # so that it does not repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
     actor = Actor(*spaces, run.device)
     critics = Critics(*spaces).to(run.device)
@@ -320,14 +320,14 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     actor_optimizer = torch.optim.Adam(groups, fused=True)
     run.register(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha, replay=rb)
     run.register(q_optimizer=q_optimizer, actor_optimizer=actor_optimizer, generator=generator)
-    scale = world.num_shards / args.batch_size  # the gradients' mean over shards is then the batch's
+    scale = world.num_shards / args.batch_size  # losses are sums; `run.backward` divides by num_shards
     critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
     actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses; acting
     # uses the bare actor.
     ddp_critic_loss = DDP(critic_loss_fn, **world.ddp_options) if world.uses_ddp else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **world.ddp_options) if world.uses_ddp else actor_loss_fn  # collective
-    policy = run.policy(actor)
+    policy = run.policy(actor)  # arrays -> actions, by numpy
 
     def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
         """Normal noise for the whole batch, drawn on every process; each takes that of its places."""
@@ -338,6 +338,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """The actions of the means, for evaluation."""
         return policy.by_module(obs, np.zeros((len(obs), len(actor.scale)), default_float()))
 
+    # a resumed run may be made longer, unless --per-beta rises
     run.load_or_start(act, budget, per_beta=args.prioritized)  # collective
     experience = collect(args, run, rb, actor, policy, generator)
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):

@@ -151,7 +151,7 @@ class Run:
             acting.parameters_changed = True
         return self.gradients.backward(loss, *inputs)  # collective
 
-    def mean(self, values: list[list[torch.Tensor]]) -> float:
+    def mean_over_ranks(self, values: list[list[torch.Tensor]]) -> float:
         """The mean over updates, shards of all processes, and samples: for each update, a list over shards."""
         of_shards = [torch.stack(x).double().mean(-1).tolist() for x in zip(*values, strict=True)]
         return self.world.gather_shards(of_shards).mean()  # collective
