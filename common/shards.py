@@ -149,8 +149,9 @@ class CompiledGradient:
 
         self.parameters = parameters
         self.on_gpu = parameters[0].is_cuda
-        mode = "reduce-overhead" if self.on_gpu else None  # CUDA graphs
-        self.function = torch.compile(gradient, fullgraph=True, dynamic=False, mode=mode)
+        # CUDA graphs, as by the mode "reduce-overhead"; and kernels that no timing chooses, in each process alike
+        options = {"triton.cudagraphs": True, "deterministic": True} if self.on_gpu else None
+        self.function = torch.compile(gradient, fullgraph=True, dynamic=False, options=options)
         self.may_trace = torch._dynamo.config.patch(trace_autograd_ops=True)  # 20 us to make, none to enter
         self.flats = parameters[0].new_zeros(num_shards, sum(p.numel() for p in parameters))
         self.views = []

@@ -1,4 +1,4 @@
-"""Tests run on the CPU, whatever the machine has; those marked gpu on its first GPU."""
+"""Tests run on the CPU, whatever the machine has, except those marked gpu."""
 
 import os
 
@@ -12,8 +12,6 @@ os.environ["PYTHONPATH"] = paths
 def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 
 @pytest.fixture

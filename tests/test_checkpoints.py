@@ -328,7 +328,7 @@ def test_a_schedule_that_would_change_is_named(module, flags, longer, said, tmp_
 
 def test_a_run_without_a_checkpoint_begins_again(tmp_path, capfd):
     """Killed before its first, at any file that it then has."""
-    for number, names in enumerate([[], ["metrics.csv"], ["config.json"], ["metrics.csv", "config.json"]]):
+    for number, names in enumerate([[], ["config.json"], ["metrics.csv", "config.json"]]):
         run_dir = tmp_path / str(number)
         continued(ppo_ddp, run_dir)
         whole = rows(run_dir)
@@ -342,13 +342,24 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path, capfd):
         assert rows(run_dir) == whole
         said = capfd.readouterr().out
         assert ("begins again" in said) == ("config.json" in names) and "going on" not in said
+    (run_dir / "config.json").unlink()  # no start of ours leaves metrics.csv alone
+    before = content(run_dir)
+    with pytest.raises(BadInput, match="holds a run already; name a new directory"):
+        continued(ppo_ddp, run_dir)
+    assert content(run_dir) == before
 
 
-def test_three_processes_need_shards(tmp_path):
+@pytest.mark.parametrize(
+    "size, fault",
+    [
+        (3, "--checkpoint-every 24: must be 0 on 3 processes, which are no power of two"),
+        (4, "--shards None: must be set with --checkpoint-every on 4 processes, to 4, 8, ..."),
+    ],
+)
+def test_three_processes_have_no_checkpoints_and_four_need_shards(size, fault, tmp_path):
     """Their sums depend on the layout of DDP's buckets, which each start makes anew."""
-    flags = "--num-envs 3 --num-steps 8 --total-timesteps 48 --checkpoint-every 24"
-    result = run("ppo_ddp.py", 3, flags, tmp_path / "run", code=2)
-    assert "--shards None: must be set with --checkpoint-every on 3 processes" in result.err
+    flags = "--num-envs 12 --num-steps 8 --total-timesteps 96 --checkpoint-every 24"
+    assert fault in run("ppo_ddp.py", size, flags, tmp_path / "run", code=2).err
 
 
 def test_a_directory_that_another_node_does_not_see_is_refused(tmp_path):

@@ -6,6 +6,7 @@ Ranks with a card each, and NCCL between them, need a machine with two cards; el
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import psutil
@@ -21,10 +22,10 @@ from runs import Run, assert_close, descendants, finish, same_run, start, wait_u
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-PPO = "--num-envs 8 --num-steps 32 --total-timesteps 2560 --eval-every 1280 --eval-episodes 4"
+PPO = "--num-envs 8 --num-steps 32 --total-timesteps 2560 --eval-every 1280 --eval-episodes 4 --check-sync-every 640"
 PPG = f"{PPO} --n-pi 5 --aux-epochs 2 --num-aux-minibatches 4"
 REPLAY = "--num-envs 4 --total-timesteps 800 --learning-starts 400 --batch-size 32 --buffer-size 600"
-REPLAY += " --train-frequency 4 --log-every 200 --eval-every 400 --eval-episodes 4"
+REPLAY += " --check-sync-every 400 --train-frequency 4 --log-every 200 --eval-every 400 --eval-episodes 4"
 MINATAR, PONG = "--env-id MinAtar/Breakout-v1", "--env-id ALE/Pong-v5 --eval-every 0"
 CASES = {
     "ppo": ("ppo_ddp.py", PPO),
@@ -38,12 +39,14 @@ CASES = {
     "sac": ("sac_ddp.py", f"{REPLAY} --env-id Pendulum-v1 --prioritized"),
 }
 KEPT = "--checkpoint-every 256 --shards 2"
+CARDS = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+BOTH = {"CUDA_VISIBLE_DEVICES": ",".join(CARDS[:2])}  # other runs see the first alone
 TWO_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 LONG = "--total-timesteps 100000000 --num-steps 16 --num-envs 8 --eval-every 0"
 
 
 def begun(script, size, flags, run_dir, dtype="float32", **env):
-    env = {"LOCKSTEP_DTYPE": dtype} | env
+    env = {"LOCKSTEP_DTYPE": dtype, "CUDA_VISIBLE_DEVICES": CARDS[0]} | env
     return start(script, size, f"{flags} --timeout 200 --run-dir {run_dir}", True, **env)
 
 
@@ -81,11 +84,20 @@ def test_one_rank_and_two_agree(case, tmp_path):
     assert_close(one, run(script, 1, f"{flags} --no-cuda", tmp_path / "cpu", "float64"), 1e-5, 1e-7)
 
 
-@pytest.mark.parametrize("case", ["ppo box", "ppo pong", "ppg"])
+@pytest.mark.parametrize("case", ["ppo box", "ppo pong", "ppg", "dqn", "sac"])
 def test_compiled_losses_give_the_same_numbers(case, tmp_path):
     script, flags = CASES[case]
-    runs = (run(script, 1, flags + way, tmp_path / f"run{way[3:]}", "float64") for way in ("", " --compile"))
-    assert_close(*runs, 1e-7, 1e-9)
+    eager, compiled = (run(script, 1, flags + x, tmp_path / f"run{x[3:]}", "float64") for x in ("", " --compile"))
+    assert_close(eager, compiled, 1e-7, 1e-9)
+    assert "--compile:" not in compiled.out  # a line that says why a loss is not
+
+
+@pytest.mark.parametrize("case", ["ppo", "ppo pong", "ppg", "dqn"])
+def test_compiled_shards_give_the_same_bytes_on_one_rank_and_on_two(case, tmp_path):
+    script, flags = CASES[case]
+    one, two = (run(script, size, f"{flags} --shards 2 --compile", tmp_path / str(size)) for size in (1, 2))
+    assert_same_bytes(one, two)
+    assert "--compile:" not in one.out + two.out
 
 
 @TWO_CARDS
@@ -93,7 +105,7 @@ def test_compiled_losses_give_the_same_numbers(case, tmp_path):
 def test_two_cards_give_the_bytes_of_one(case, tmp_path):
     """With --shards 4: NCCL's exchange, over more than 100 gradient steps."""
     script, flags = CASES[case]
-    one, two = (run(script, size, f"{flags} --shards 4", tmp_path / str(size)) for size in (1, 2))
+    one, two = (run(script, size, f"{flags} --shards 4", tmp_path / str(size), **BOTH) for size in (1, 2))
     assert_same_bytes(one, two)
     assert "cuda:0" in two.out and "through sockets" in two.out
 
@@ -103,7 +115,7 @@ def test_two_cards_give_the_bytes_of_one(case, tmp_path):
 def test_two_cards_without_shards_agree_with_one(case, tmp_path):
     """DDP's own average by NCCL, in float64."""
     script, flags = CASES[case]
-    assert_close(*(run(script, size, flags, tmp_path / str(size), "float64") for size in (1, 2)))
+    assert_close(*(run(script, size, flags, tmp_path / str(size), "float64", **BOTH) for size in (1, 2)))
 
 
 @pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])

@@ -81,6 +81,15 @@ def test_what_changes_the_bytes_is_named(name):
     assert changes(record, record) == [] and changes(record, other)[0].startswith(f"{name} another, before ")
 
 
+def test_a_card_is_recorded(monkeypatch):
+    """With a name in place of a card's: what else is asked, torch without CUDA answers too."""
+    world = World(cuda=False)
+    world.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
+    record = environment_record(world)
+    assert record["device"] == f"card 0; {processor()}" and {"cuda", "cudnn"} <= record["versions"].keys()
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")

@@ -33,7 +33,7 @@ class Checkpoints:
 
     `state`: modules, optimisers, generators, tensors and what has `state_dict`, equal on all ranks;
     `replay`: a `ReplayBuffer`, of which each rank has its part. Every rank makes one.
-    Raises `BadInput` (--shards) on a number of processes whose sums come in another order after each start.
+    Raises `BadInput`, naming the flag, on a number of processes whose sums come in another order after each start.
     """
 
     def __init__(self, args: RunArgs, world: World, logger: Logger, state: Mapping[str, Any], replay: Any) -> None:
@@ -45,8 +45,11 @@ class Checkpoints:
         if replay is not None:
             self.state["replay"] = replay
         # three ranks' numbers are added in an order that moves with DDP's buckets, which each start lays out anew
-        needed = f"set with --checkpoint-every on {world.world_size} processes, to 4, 8, ..."
-        require(world.sharded or world.world_size <= 2, "--shards", args.shards, needed)
+        size = world.world_size
+        needed = f"0 on {size} processes, which are no power of two"
+        require(size.bit_count() == 1, "--checkpoint-every", args.checkpoint_every, needed)
+        needed = f"set with --checkpoint-every on {size} processes, to {size}, {2 * size}, ..."
+        require(world.sharded or size <= 2, "--shards", args.shards, needed)
 
     def read_newest(self, ends: dict[str, float]) -> tuple[int, int]:
         """With --resume, go on from the newest checkpoint -> its `global_step` and number; 0, 0 if there is none.

@@ -86,14 +86,14 @@ class Logger:
         except OSError as error:
             raise BadInput(f"--run-dir {self.dir}: cannot be written ({error.strerror}); name another.") from error
         config = self.dir / "config.json"
-        if not args.resume and (config.exists() or (self.dir / "metrics.csv").exists()):
+        self.resumed = args.resume and config.exists()
+        if not self.resumed and (config.exists() or (self.dir / "metrics.csv").exists()):
             advice = "name a new directory, or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: holds a run already; {advice}.")
         sources, self.difference = source_record(file)
         environment = environment_record(self.world) | sources
         self.record = {"script": file.stem, "args": dataclasses.asdict(args), "columns": list(self.columns)}
         self.record |= environment
-        self.resumed = args.resume and config.exists()
         self.longer = False
         if self.resumed:
             self.config = json.loads(config.read_bytes())

@@ -86,7 +86,9 @@ def environment_record(world: World) -> dict[str, Any]:
             versions[package] = metadata.version(package)
     if world.device.type == "cuda":
         record["device"] = f"{torch.cuda.get_device_name(world.device)}; {record['device']}"
-        versions |= {"cudnn": torch.backends.cudnn.version(), "driver": torch._C._cuda_getDriverVersion()}
+        versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        with suppress(OSError), open("/sys/module/nvidia/version") as file:
+            versions["driver"] = file.read().strip()
     return record | {"versions": versions}
 
 
