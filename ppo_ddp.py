@@ -105,8 +105,8 @@ class Args(RunArgs):
         super().__post_init__()
         self.require_divisible("num_steps", "num_minibatches")
         size = self.num_envs * self.num_steps
-        normalized = {"minibatch": size // self.num_minibatches, "batch": size, "none": 2}[self.norm_adv]
-        self.require(normalized > 1, "norm_adv", "none, or over at least 2 samples")
+        normalized = size // self.num_minibatches if self.norm_adv == "minibatch" else size
+        self.require(self.norm_adv == "none" or normalized > 1, "norm_adv", "none, or over at least 2 samples")
         self.require_budget(size, f"at least one iteration, --num-envs x --num-steps = {size}")
 
 
