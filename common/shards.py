@@ -53,9 +53,9 @@ class Gradients:
     def _compile(self, loss: nn.Module, *inputs: list[Any]) -> None:
         """Compile a loss for these inputs; where that fails on any process, say why, and go on without."""
         bare = loss.module if isinstance(loss, DDP) else loss
-        gradient = CompiledGradient(bare, self.parameters[loss], len(inputs[0]))
         fault = ""
         try:
+            gradient = CompiledGradient(bare, self.parameters[loss], len(inputs[0]))
             gradient(0, *(shards[0] for shards in inputs))
         except Exception as error:  # the compiler raises many kinds, one of them for a missing g++
             fault = one_line(error)
