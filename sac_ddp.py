@@ -175,7 +175,7 @@ class CriticLoss(nn.Module):
         self.critics = critics
         self.critics_target = critics_target  # without gradients
         self.next_policy = (actor, log_alpha)  # in a tuple, or DDP would wait for their gradients
-        self.scale = scale
+        self.scale = scale  # num_shards / batch_size
 
     def forward(self, batch: Batch, next_noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,).
@@ -206,7 +206,7 @@ class ActorLoss(nn.Module):
         self.actor = actor
         self.log_alpha = log_alpha
         self.critics = critics  # without gradients
-        self.scale = scale
+        self.scale = scale  # num_shards / batch_size
         self.target_entropy = -len(actor.scale)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -88,8 +88,8 @@ class Logger:
         config = self.dir / "config.json"
         self.resumed = args.resume and config.exists()
         if not self.resumed and (config.exists() or (self.dir / "metrics.csv").exists()):
-            advice = "name a new directory, or go on with it by --resume"
-            raise BadInput(f"--run-dir {self.dir}: holds a run already; {advice}.")
+            advice = "" if args.resume else ", or go on with it by --resume"
+            raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
         sources, self.difference = source_record(file)
         environment = environment_record(self.world) | sources
         self.record = {"script": file.stem, "args": dataclasses.asdict(args), "columns": list(self.columns)}
