@@ -268,7 +268,7 @@ def main(args: Args) -> None:
         options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
         options["alpha"] = args.per_alpha if args.prioritized else 0.0
         rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, **options)
-        with open_run(args, __file__, COLUMNS, envs) as run:
+        with open_run(args, __file__, COLUMNS, envs) as run:  # collective
             train(args, run, rb)
 
 

@@ -493,7 +493,7 @@ def main(args: Args) -> None:
         image = len(space.shape) == 3
         args.require(not args.norm_obs or not image, "norm_obs", "left off for image observations")
         args.require(args.network == "auto" or image, "network", "left off for vector observations")
-        with open_run(args, __file__, COLUMNS, envs) as run:
+        with open_run(args, __file__, COLUMNS, envs) as run:  # collective
             train(args, run)
 
 

@@ -289,7 +289,7 @@ def main(args: Args) -> None:
         options = {"action_shape": (math.prod(action_space.shape),), "action_dtype": default_float()}
         options |= {"gamma": args.gamma, "alpha": args.per_alpha if args.prioritized else 0.0}
         rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, **options)
-        with open_run(args, __file__, COLUMNS, envs) as run:
+        with open_run(args, __file__, COLUMNS, envs) as run:  # collective
             train(args, run, rb)
 
 

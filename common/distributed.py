@@ -85,7 +85,7 @@ class World:
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 end_with_parent(signal.SIGTERM)  # no rank outlives a killed torchrun
             try:
-                self._init_process_group(timeout, shared_memory)
+                self._init_process_group(timeout, shared_memory)  # collective
                 self.watchdog.grace = GRACE
                 yield
             except BaseException as error:

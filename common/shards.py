@@ -46,7 +46,7 @@ class Gradients:
             require_same_on_any_process(loss)
         self.parameters[loss] = [p for p in loss.parameters() if p.requires_grad]
         if compiles:
-            self._compile(loss, *inputs)
+            self._compile(loss, *inputs)  # collective
         if isinstance(loss, DDP) and (self.world.sharded or self.world.memory) and loss not in self.compiled:
             loss.register_comm_hook(None, self._average_bucket)
 
@@ -74,7 +74,7 @@ class Gradients:
         if any(p.grad is not None for p in self.parameters[loss]):
             raise Fault("run.backward: gradients are not None; call optimizer.zero_grad() before.")
         if loss in self.compiled:
-            return self._backward_compiled(self.compiled[loss], *inputs)
+            return self._backward_compiled(self.compiled[loss], *inputs)  # collective
         stats = []
         parameters = self.parameters[loss]
         *earlier, last = zip(*inputs, strict=True)

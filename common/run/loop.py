@@ -270,6 +270,6 @@ def open_run(args: RunArgs, file: str, columns: tuple[str, ...], envs: Environme
     world = envs.world
     with (
         Logger(args, file, ("global_step", *COLUMNS_OF_ALL, *columns), world, envs.evaluation) as logger,
-        world.process_group(args.timeout, args.shared_memory),
+        world.process_group(args.timeout, args.shared_memory),  # collective
     ):
         yield Run(args, envs, logger)
