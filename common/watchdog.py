@@ -31,7 +31,7 @@ class Watchdog:
         self._next_arming = math.inf
 
     def feed(self) -> None:
-        """Say that a boundary was reached."""
+        """Say that the run makes progress."""
         if time.monotonic() >= self._next_arming:
             self._next_arming = time.monotonic() + 1.0
             faulthandler.dump_traceback_later(self._timeout, exit=True)

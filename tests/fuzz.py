@@ -271,7 +271,7 @@ def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, st
     flags["norm-obs" if chance.random() < 0.3 else "no-norm-obs"] = ""
     flags["norm-adv"] = chance.choice(("minibatch", "batch", "none"))
     flags["learning-rate"] = chance.choice(("3e-4", "1e-3"))
-    if chance.random() < 0.3:
+    if chance.random() < 0.3 and epochs > 1:
         flags["target-kl"], iterations = chance.choice(("0.003", "0.02")), max(iterations, -(-LEAST // minibatches))
     if script == "ppg":
         n_pi = chance.choice((1, 2, 3))

@@ -11,9 +11,11 @@ import time
 import psutil
 import pytest
 
+import ppo_ddp
 import sac_ddp
 from common.errors import Fault
 from common.run.arguments import parse
+from common.watchdog import Watchdog
 from runs import Run, descendants, finish, free_port, run, start, wait_until
 from tests import faults
 
@@ -100,6 +102,15 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     run = ended(process, family, tmp_path)
     assert run.code == 1 and "Timeout (0:00:10)!" in run.err
     assert "in faulty_gather" in run.err and "in train" in run.err
+
+
+def test_gradient_steps_are_progress(tmp_path, monkeypatch):
+    """An iteration of many may take longer than --timeout."""
+    fed = []
+    monkeypatch.setattr(Watchdog, "feed", lambda self: fed.append(self))
+    sizes = {"num_steps": 8, "total_timesteps": 32, "update_epochs": 50, "eval_every": 0}
+    ppo_ddp.main(ppo_ddp.Args(**sizes, cuda=False, run_dir=str(tmp_path / "run")))
+    assert len(fed) >= 8 + 50 * 4  # vector steps, gradient steps
 
 
 def test_divergence_ends_both_ranks(tmp_path):

@@ -4,12 +4,14 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.shards import CompiledGradient
+from common.distributed import World
+from common.shards import CompiledGradient, Gradients
 from runs import flat, run, same_run
 
 ROLLOUTS = {"num_envs": 4, "num_steps": 16, "total_timesteps": 512}
@@ -30,7 +32,6 @@ def quick_compiler(float64, monkeypatch):
 
 def trained(module, settings, run_dir) -> dict:
     """The parameters of a run in this process."""
-    torch._dynamo.reset()
     module.main(module.Args(**settings, cuda=False, eval_every=0, num_threads=1, save_model=True, run_dir=str(run_dir)))
     return dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
 
@@ -75,6 +76,26 @@ def test_a_loss_that_is_no_graph_goes_on_without(tmp_path, calls, monkeypatch, c
     assert len([line for line in lines if line.startswith("--compile: PPOLoss is not compiled (")]) == 1
     without = trained(ppo_ddp, ROLLOUTS, tmp_path / "without")
     assert all(x.equal(without[name]) for name, x in compiled.items())
+
+
+class Squares(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        return self.linear(x).square().sum(), {}
+
+
+def test_the_tenth_run_of_a_process_is_compiled_too():
+    """torch keeps eight graphs of one function, and a sweep may call `main` more often."""
+    world = World(False)
+    with world.process_group(600.0):
+        for size in range(1, 11):
+            gradients = Gradients(world)
+            loss = Squares(size)
+            gradients.add_loss(loss, [torch.ones(3, size)], compiles=True)
+            assert loss in gradients.compiled
 
 
 def test_a_shard_does_not_see_others(tmp_path):

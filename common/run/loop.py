@@ -149,6 +149,7 @@ class Run:
             self.gradients.add_loss(loss, *inputs, compiles=self.compiles)  # collective
         for acting in self.acting:
             acting.parameters_changed = True
+        self.world.watchdog.feed()
         return self.gradients.backward(loss, *inputs)  # collective
 
     def mean_over_ranks(self, values: list[list[torch.Tensor]]) -> float:
