@@ -158,6 +158,8 @@ def drawn(seed: int, number: int) -> Draw:
     flags |= (on_policy if script in ("ppo", "ppg") else off_policy)(chance, script, num_envs)
     if kind != "vectors":
         flags.pop("norm-obs", None)
+    if kind == "Atari" and script == "dqn":
+        flags |= switch(chance, "scale-pixels")
     total = int(flags["total-timesteps"])
     if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
