@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 
 import gymnasium as gym
 import numpy as np
@@ -71,14 +70,6 @@ class Counting(gym.Env):
         self.steps += 1
         over, way = self.time == 2 + self.episode % 4, self.episode % 3
         return np.array([self.steps], np.float32), 1.0, over and way != 0, over and way != 1, {}
-
-
-class SlowCartPole(CartPoleEnv):
-    """Takes LOCKSTEP_SLEEP seconds a step."""
-
-    def step(self, action):
-        time.sleep(float(os.environ.get("LOCKSTEP_SLEEP", 0.01)))
-        return super().step(action)
 
 
 class Dots(gym.Env):
@@ -199,6 +190,5 @@ gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)
 gym.register("Counting-v0", Counting)
 gym.register("Drawn-v0", Drawn)
 gym.register("TurnedDrawn-v0", turned)
-gym.register("SlowCartPole-v0", SlowCartPole, max_episode_steps=500)
 gym.register("Dots-v0", Dots)
 gym.register("Strict-v0", Strict)

@@ -50,6 +50,7 @@ REFUSED_FLAGS = [  # script, flags, what is said
     ("ppo", "--gamma 1.1", "--gamma 1.1: must be a number from 0 to 1"),
     ("ppo", "--target-kl 0.01 --update-epochs 1", "--update-epochs 1: must be at least 2 with --target-kl"),
     ("ppg", "--target-kl 0.01", "--update-epochs 1: must be at least 2 with --target-kl"),
+    ("ppo", "--env-kwargs nonsense", "--env-kwargs nonsense: must be a JSON object, such as '{"),
     ("ppo", "--load-model nothing.pt", "--load-model nothing.pt: cannot be read (No such file or directory)"),
     ("dqn", "--capture-video --eval-every 0", "--eval-every 0: must be at least 1 with --capture-video"),
     ("sac", "--total-timesteps 0", "--total-timesteps 0: must be at least"),
@@ -91,6 +92,9 @@ REFUSED_ENVIRONMENTS = [  # script, id, what is said; what begins with ":" is ma
     ("ppo", ":Empty-v0", "observation space Box("),
     ("ppo", ":Tiny-v0", "3-D Box, at least 3 x 3"),
     ("ppo", ":Image-v0 --norm-obs", "--norm-obs True: must be left off for image observations"),
+    ("ppo", "CartPole-v1 --network impala", "--network impala: must be left off for vector observations"),
+    ("ppg", "CartPole-v1 --network impala", "--network impala: must be left off for vector observations"),
+    ("dqn", "CartPole-v1 --network impala", "--network impala: must be left off for vector observations"),
     ("dqn", "CartPole-v1 --no-scale-pixels", "--scale-pixels False: must be left on, except for images of whole"),
     ("dqn", "MinAtar/Breakout-v1 --no-scale-pixels", "--scale-pixels False: must be left on, except for images"),
     ("ppo", ":MultiDiscrete-v0", "action space MultiDiscrete([2 2]): must be Discrete or Box"),
@@ -107,6 +111,7 @@ FAULTY_ENVIRONMENTS = [  # script, id, what is said, whether in the user's own t
     ("dqn", ":LastNan-v0", "environment 0, its step 40: its last observation is not finite (nan)", False),
     ("ppo", ":EvalNan-v0 --eval-every 64", "evaluation episode 0, its step 1: a reward is not finite (nan)", False),
     ("ppo", ":Large-v0 --no-norm-reward", "not finite", False),
+    ("ppo", ":Exits-v0", "--env-id: an environment called sys.exit(3).", False),
     ("ppo", ":Raises-v0", 'KeyError: "the user\'s own fault"', True),
     ("ppo", ":Raises-v0 --vectorization async", 'KeyError: "the user\'s own fault"', True),
 ]
@@ -234,6 +239,8 @@ class Wrong(gym.Env):
             obs[0] = np.nan
         elif fault == "raises":
             raise KeyError("the user's own fault")
+        elif fault == "exits":
+            sys.exit(3)
         elif fault:
             reward = 1e30 if fault == "large" else np.nan
         return obs, reward, False, self.steps % 10 == 0, {}
@@ -259,6 +266,7 @@ for name, settings in {
     "EvalNan": {"fault": "evaluation", "at": 1},
     "Large": {"fault": "large"},
     "Raises": {"fault": "raises"},
+    "Exits": {"fault": "exits"},
     "Empty": {"obs": gym.spaces.Box(-1, 1, (0,), np.float32)},
     "Slow": {"fault": "slow"},
 }.items():

@@ -158,8 +158,6 @@ def drawn(seed: int, number: int) -> Draw:
     flags |= (on_policy if script in ("ppo", "ppg") else off_policy)(chance, script, num_envs)
     if kind != "vectors":
         flags.pop("norm-obs", None)
-    if kind == "Atari" and script == "dqn":
-        flags |= switch(chance, "scale-pixels")
     total = int(flags["total-timesteps"])
     if chance.random() < 0.8:
         flags["eval-every"] = str(chance.randint(total // 4, total))
@@ -192,6 +190,8 @@ def drawn(seed: int, number: int) -> Draw:
     if chance.random() < 0.25:
         flags["no-shared-memory"] = ""
     loads = chance.random() < 0.08
+    if kind == "Atari" and script == "dqn":
+        flags |= switch(chance, "scale-pixels")
     return Draw(number, script, flags, edit, launches, processor, real=number % 10 == 9, loads=loads)
 
 
@@ -273,8 +273,10 @@ def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, st
     flags["norm-obs" if chance.random() < 0.3 else "no-norm-obs"] = ""
     flags["norm-adv"] = chance.choice(("minibatch", "batch", "none"))
     flags["learning-rate"] = chance.choice(("3e-4", "1e-3"))
-    if chance.random() < 0.3 and epochs > 1:
+    if chance.random() < 0.3:
         flags["target-kl"], iterations = chance.choice(("0.003", "0.02")), max(iterations, -(-LEAST // minibatches))
+    if epochs == 1:
+        flags.pop("target-kl", None)
     if script == "ppg":
         n_pi = chance.choice((1, 2, 3))
         iterations = -(-iterations // n_pi) * n_pi + chance.choice((0, n_pi - 1))

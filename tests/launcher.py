@@ -6,7 +6,6 @@ LOCKSTEP_NOTE (a file that is made when a hang begins), LOCKSTEP_GRACE (seconds 
 LOCKSTEP_FSIZE (bytes after which a file takes no more, as on a full disk), LOCKSTEP_COMPILER (what runs graphs).
 """
 
-import functools
 import importlib
 import os
 import resource
@@ -82,8 +81,6 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
             network.__init__ = rounded
     if kind == "rows":  # a layer's result for one row depends on how many there are, as it may on some processor
         depend_on_rows()
-    if kind == "bare":  # the loss computed outside the wrapper
-        module.DDP = lambda loss, **_: loss
 
 
 def depend_on_rows() -> None:
@@ -100,8 +97,6 @@ def main(words: list[str]) -> None:
     torch.set_default_dtype(getattr(torch, os.environ.get("LOCKSTEP_DTYPE", "float64")))
     script = importlib.import_module(words[0].removesuffix(".py"))
     sys.argv = words
-    if "LOCKSTEP_COMPILER" in os.environ:
-        torch.compile = functools.partial(torch.compile, backend=os.environ["LOCKSTEP_COMPILER"])
     if "LOCKSTEP_FSIZE" in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(os.environ["LOCKSTEP_FSIZE"]),))
     distributed.GRACE = watchdog.GRACE = float(os.environ.get("LOCKSTEP_GRACE", watchdog.GRACE))

@@ -82,8 +82,7 @@ class FixedAgent(nn.Module):
         self.value = lambda obs, features: torch.tensor(value)
 
 
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
-def test_clipped_losses_by_hand(module, float64):
+def test_clipped_losses_by_hand(float64):
     """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2; values 1 -> 2 or 1.1 with returns 3."""
     agent = FixedAgent([math.log(r) for r in (2, 2, 0.5, 0.5)], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1])
     zeros, ones, threes = torch.zeros(4), torch.ones(4), torch.full((4,), 3.0)
@@ -94,8 +93,8 @@ def test_clipped_losses_by_hand(module, float64):
         (False, 0.5 * (1.0 + 3.61) / 2),
     ):
         args = SimpleNamespace(clip_coef=0.2, clip_vloss=clip_vloss, ent_coef=0.1, vf_coef=0.5)
-        minibatch = module.Batch(zeros, zeros, zeros, values=ones, advantages=advantages, returns=threes)
-        loss, stats = module.PPOLoss(agent, args)(minibatch)
+        minibatch = ppo_ddp.Batch(zeros, zeros, zeros, values=ones, advantages=advantages, returns=threes)
+        loss, stats = ppo_ddp.PPOLoss(agent, args)(minibatch)
         pg_loss = -(1.2 - 2.0 + 0.5 - 0.8) / 4  # min(2, 1.2), min(-2, -1.2), min(0.5, 0.8), min(-0.5, -0.8)
         assert stats["policy_loss"].item() == pytest.approx(pg_loss, rel=1e-12)
         assert stats["value_loss"].item() == pytest.approx(v_loss, rel=1e-12)
@@ -170,6 +169,9 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
         moments.normalized(whole[:4]), np.clip((whole[:4] - whole.mean(0)) / whole.std(0), -10, 10), rtol=1e-4
     )
     assert RunningMoments((3,)).normalized(np.full((1, 3), 4.0)).tolist() == [[4.0] * 3]
+    far = np.array([[1e9, -1e9, 1.0]])
+    assert moments.normalized(far)[0, :2].tolist() == [10.0, -10.0]
+    assert moments.scaled(far)[0].tolist() == [10.0, -10.0, pytest.approx(1 / whole[:, 2].std())]
 
 
 def test_discounted_returns_by_hand():
@@ -281,3 +283,31 @@ def test_both_trunks_read_images_of_any_layout(float64):
             expected = trunk.layers(obs.double() / scale)
             torch.testing.assert_close(trunk(obs), expected)
     assert small.value_trunk is None and small.trunk(torch.ones(2, 6, 10, 10, dtype=torch.bool)).shape == (2, 128)
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
+def test_impala_is_the_papers_network(module):
+    """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks; then 256."""
+    torch.manual_seed(1)
+    trunk = module.Trunk(gym.spaces.Box(0, 255, (3, 64, 64), np.uint8), "impala")
+    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
+    tensors = iter(trunk.parameters())
+
+    def conv(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, next(tensors), next(tensors), padding=1)
+
+    x = obs.float() / 255
+    for channels in (16, 32, 32):
+        x = nn.functional.max_pool2d(conv(x), 3, 2, 1)
+        assert x.shape[1] == channels
+        for _ in range(2):
+            x = x + conv(conv(x.relu()).relu())
+    x = x.relu().flatten(1)
+    assert x.shape[1] == 2048
+    if module is not dqn_ddp:  # whose hidden layers of 256 are the streams'
+        x = nn.functional.linear(x, next(tensors), next(tensors)).relu()
+    assert next(tensors, None) is None
+    torch.testing.assert_close(trunk(obs), x)
+    assert (module is dqn_ddp and trunk.width == 256) or x.shape == (5, 256)
+    small = module.Trunk(gym.spaces.Box(0, 1, (6, 10, 11), np.bool_), "impala")
+    assert small(torch.ones(2, 6, 10, 11, dtype=torch.bool)).shape == (2, small.num_features)

@@ -5,11 +5,13 @@ import re
 import sys
 
 import pytest
+from gymnasium.spaces import Discrete
 
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
+from common.environments import TRAINING, make_envs
 from common.errors import BadInput, flag
 from common.run.arguments import PACKAGES_OF_FLAGS, parse
 from common.run.loop import crossed
@@ -37,6 +39,18 @@ def test_what_is_refused(script, flags, said, tmp_path, monkeypatch, capfd):
     else:
         raise AssertionError("it ran")
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+@pytest.mark.parametrize(
+    "env_id, options, said",
+    [
+        ("ALE/Pong-v5", '{"game": "breakout"}', "game is not to be set here"),
+        ("CartPole-v1", '{"gravity": 1}', "unexpected keyword argument 'gravity'"),
+    ],
+)
+def test_options_that_a_simulator_does_not_take_are_refused(env_id, options, said):
+    with pytest.raises(BadInput, match=f"^--env-kwargs .*{said}"):
+        make_envs(env_id, 1, TRAINING, range(2), (Discrete,), env_kwargs=options)
 
 
 NAN = math.nan

@@ -100,8 +100,8 @@ RUN = [sys.executable, "-m", "benchmark.run", "tiny.py", "--cores", "1", "--work
 
 def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
     """Ended after a checkpoint, it is recorded as the curve of one that was not; with other flags it would not be."""
-    flags, name = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 512", "CartPole-v1__ppo_ddp__w1__s1"
-    flags += " --total-timesteps 6400"
+    flags, name = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 2048", "CartPole-v1__ppo_ddp__w1__s1"
+    flags += " --total-timesteps 32768"
     suite = f'from benchmark.suites import work\nSUITE = [work("ppo_ddp.py", "CartPole-v1", "{flags}", {{1: (1,)}})]'
     (tmp_path / "tiny.py").write_text(suite)
     about = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "text": True}

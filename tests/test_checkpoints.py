@@ -1,5 +1,6 @@
 """`--checkpoint-every` and `--resume`: a run killed in any way ends in the bytes of one that was never disturbed."""
 
+import faulthandler
 import json
 import os
 import re
@@ -22,16 +23,15 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.distributed import World
 from common.environments import Environments, make_envs
-from common.errors import BadInput
+from common.errors import BadInput, Fault
 from common.replay import ReplayBuffer
 from common.run import logger
 from common.run.arguments import MAY_CHANGE_ON_RESUME, RunArgs
 from common.run.checkpoint import Checkpoints
 from common.run.logger import Logger
-from common.watchdog import end_now
-from runs import Run, command, descendants, finish, flat, fork, run, same_run, start, wait_until
+from common.watchdog import Watchdog
+from runs import Run, command, descendants, finish, flat, run, same_run, start, wait_until
 from test_replay import VECTOR, FakeWorld
 
 # script, flags, and how it is disturbed: processes and the fault, in turn, the last time none
@@ -162,46 +162,31 @@ def test_other_columns_are_refused_by_name(interrupted, tmp_path, monkeypatch):
         continued(ppo_ddp, run_dir)
 
 
-class Slow:
-    """A rank's part of a buffer: four shards, each of which takes more than half a second."""
-
-    found: list[int] = []
-
-    def shard_state(self, shard):
-        time.sleep(0.6)
-        return {"shard": shard}
-
-    def load_shard(self, shard, state):
-        time.sleep(0.6)
-        self.found = [*self.found, state["shard"]]
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
+def test_each_shard_of_a_checkpoint_is_progress(tmp_path, monkeypatch):
+    """A process's part of a large buffer may take longer than --timeout to write, and to read."""
+    happened, feed, shard_state = [], Watchdog.feed, ReplayBuffer.shard_state
+    monkeypatch.setattr(Watchdog, "feed", lambda self: (happened.append("fed"), feed(self)))
+    monkeypatch.setattr(ReplayBuffer, "shard_state", lambda *x: (happened.append("shard"), shard_state(*x))[1])
+    continued(dqn_ddp, tmp_path / "run", shards=2, resume=False)
+    (tmp_path / "run" / "finished").unlink()
+    continued(dqn_ddp, tmp_path / "run", shards=2)
+    after = [next_one for one, next_one in zip(happened, happened[1:], strict=False) if one == "shard"]
+    assert after == ["fed"] * (3 * 2 + 2)  # three checkpoints; one that is read
 
 
-def write_slowly(run_dir) -> None:
-    """On each of two ranks: 2.4 seconds for a checkpoint, and for reading it, under a --timeout of two."""
-    world, args = World(False, 8), ppo_ddp.Args(checkpoint_every=512, timeout=2.0, run_dir=str(run_dir))
-    record = {"script": "ppo_ddp", "world_size": 2, "args": vars(args), "versions": {}}
-    facts = {"resumed": False, "finished": False, "longer": False, "dir": run_dir, "note": print}
-    logger = SimpleNamespace(enabled=world.rank == 0, record=record, state_dict=dict, load_state_dict=len, **facts)
-    with world.process_group(200.0), world.watchdog.watching(args.timeout):  # to meet may take longer
-        checkpoints = Checkpoints(args, world, logger, {}, Slow())
-        checkpoints.read_newest({})
-        checkpoints.write(512, 1)
-        logger.resumed = True
-        again = Checkpoints(args, world, logger, {}, Slow())
-        assert again.read_newest({}) == (512, 1) and again.replay.found == [0, 1, 2, 3]
-    end_now(0)
-
-
-def test_a_checkpoint_may_take_longer_than_the_timeout(tmp_path):
-    """A rank that writes or reads is not ended, as long as that goes on."""
-    (tmp_path / "run").mkdir()
-    fork(write_slowly, (tmp_path / "run",), 2, tmp_path / "out", {})
+def test_feeding_sets_the_watchdog_back_once_a_second(monkeypatch):
+    """And costs nothing between."""
+    times, armed = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda timeout, exit: armed.append((times[-1], timeout)))
+    watchdog = Watchdog(0)
+    with watchdog.watching(60.0):
+        for now in (100.5, 101.2, 102.0, 102.5):
+            times.append(now)
+            watchdog.feed()
+    times.append(200.0)
+    watchdog.feed()  # not after the end
+    assert armed == [(100.0, 60.0), (101.2, 60.0), (102.5, 60.0)]
 
 
 @pytest.mark.parametrize("damage", [cut, longer])
@@ -233,6 +218,14 @@ def test_what_another_run_left_is_refused(change, said, interrupted, tmp_path):
     with pytest.raises(BadInput, match=said) as caught:
         continued(ppo_ddp, run_dir)
     assert "\n" not in str(caught.value) and before == content(run_dir), "it was touched"
+
+
+def test_a_metrics_csv_that_was_cut_ends_the_run(interrupted, tmp_path):
+    """Rows before the checkpoint are lost: nothing can write them again."""
+    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    (run_dir / "metrics.csv").write_text("global_step\n")
+    with pytest.raises(Fault, match="metrics.csv: is shorter than at the checkpoint"):
+        continued(ppo_ddp, run_dir)
 
 
 def content(run_dir) -> list[tuple]:
@@ -399,14 +392,6 @@ def test_two_writers_never_meet(tmp_path, monkeypatch):
     threading.Timer(0.5, owner.release).start()
     continued(ppo_ddp, tmp_path / "run")
     assert not owner.is_locked
-
-
-def test_a_checkpoint_is_part_of_the_experiment(tmp_path):
-    """All environments start anew, from other seeds."""
-    flags = "--num-envs 4 --num-steps 16 --total-timesteps 640 --eval-every 0 --env-id Pendulum-v1 --num-minibatches 1"
-    once = run("ppo_ddp.py", 1, flags, tmp_path / "a")
-    cut = run("ppo_ddp.py", 1, f"{flags} --checkpoint-every 320", tmp_path / "b")
-    assert once.rows[:5] == cut.rows[:5] and once.rows[5] != cut.rows[5]
 
 
 def test_a_cut_ends_episodes_of_a_replay_buffer():

@@ -67,13 +67,6 @@ def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
     assert re.search(rf"error: step \d+: \S*{name}\S* on rank 1 differs from rank 0's", ended.err), ended.err
 
 
-def test_a_loss_outside_the_wrapper_is_caught(tmp_path):
-    """Without DDP around the loss the ranks part at the first update, and the check says so."""
-    flags = f"{SHORT_REPLAY} --check-sync-every 64"
-    ended = run("sac_ddp.py", 2, flags, tmp_path / "run", code=1, LOCKSTEP_FAULT="bare@0@0")
-    assert re.search(r"error: step 128: \S*actor\S* on rank 1 differs", ended.err), ended.err
-
-
 def test_a_crash_on_one_rank_shows_its_traceback(tmp_path):
     """The other rank ends too, and says one line instead of a traceback of its own."""
     process, family = begin("dqn_ddp.py", 2, LONG_REPLAY, tmp_path, LOCKSTEP_FAULT="raise@1@200")

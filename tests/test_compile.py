@@ -12,7 +12,7 @@ import ppo_ddp
 import sac_ddp
 from common.distributed import World
 from common.shards import CompiledGradient, Gradients
-from runs import flat, run, same_run
+from runs import flat
 
 ROLLOUTS = {"num_envs": 4, "num_steps": 16, "total_timesteps": 512}
 REPLAY = {"learning_starts": 200, "buffer_size": 1000, "batch_size": 32}
@@ -78,6 +78,18 @@ def test_a_loss_that_is_no_graph_goes_on_without(tmp_path, calls, monkeypatch, c
     assert all(x.equal(without[name]) for name, x in compiled.items())
 
 
+def test_parts_that_change_their_size_are_not_compiled(tmp_path, calls, capfd):
+    """Of prioritised batches, and where shards do not divide a batch. One line says so."""
+    for number, more in enumerate(({"prioritized": True}, {"batch_size": 31})):
+        settings = REPLAY | {"total_timesteps": 240, "shards": 2, "compile": True} | more
+        trained(dqn_ddp, settings, tmp_path / str(number))
+        lines = capfd.readouterr().out.splitlines()
+        assert [line for line in lines if "--compile" in line] == [
+            "--compile: not used, since a shard's part of a batch changes its size"
+        ]
+    assert not calls
+
+
 class Squares(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -96,11 +108,3 @@ def test_the_tenth_run_of_a_process_is_compiled_too():
             loss = Squares(size)
             gradients.add_loss(loss, [torch.ones(3, size)], compiles=True)
             assert loss in gradients.compiled
-
-
-def test_a_shard_does_not_see_others(tmp_path):
-    """Two shards in one process or each in its own: the same bytes, with DDP's wrapper not called."""
-    flags = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --shards 2 --compile --save-model --eval-every 0"
-    how = {"dtype": "float32", "LOCKSTEP_COMPILER": "aot_eager"}
-    one, two = (run("ppo_ddp.py", n, flags, tmp_path / str(n), **how) for n in (1, 2))
-    assert same_run(one, two) == "" and len(one.rows) == 8

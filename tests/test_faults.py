@@ -11,7 +11,7 @@ SOME = (
     "ppo: two ranks: a reward is nan",  # faulty environments, in a message and in the user's own traceback
     "ppo: --env-id :Raises-v0",
     "ppo: edit: a loss that is nan",
-    "ppo: disk full",
+    "dqn: two ranks: torchrun killed",
     "ppo: an environment's process killed",
 )
 

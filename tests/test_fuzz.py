@@ -8,6 +8,7 @@ import fuzz
 # Draws of seed 1 that are short: a lengthened run whose environments have quirks, a killed one, last observations in
 # the environment's own buffer, and stacked frames. The second and third are compiled.
 FEW = {"ppo": 2655, "ppg": 1448, "sac": 4413, "dqn": 4066}
+ENDED = {"ppo": ["shorter"], "ppg": ["killed at any moment"], "sac": ["killed behind a checkpoint"], "dqn": []}
 # known breaks, the draw that finds each, and what it says
 FOUND = {"acting": ("ppo", "part in"), "names": ("ppo", "part in"), "stack": ("dqn", "part in")}
 FOUND["alignment"] = ("ppo", "bytes too late")
@@ -19,7 +20,9 @@ def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes():
     try:
         for script, number in FEW.items():
             draw = fuzz.drawn(1, number)
-            assert draw.script == script
+            endings = [launch.ending for launch in draw.launches if launch.ending]
+            assert draw.script == script and endings == ENDED[script]
+            assert ("compile" in draw.flags) == (script in ("ppg", "sac"))
             assert fuzz.tried(draw, servers) == "same", f"python tests/fuzz.py --seed 1 --only {number}"
         for broken, (script, says) in FOUND.items():
             result = fuzz.tried(fuzz.drawn(1, FEW[script]), servers, broken)

@@ -50,3 +50,15 @@ def test_the_map_names_what_each_file_imports(folder):
         told[name] = set() if after == "none" else set(after.split(", "))
     found = {path.stem: imports(f"{folder.replace('/', '.')}.{path.stem}") for path in (ROOT / folder).glob("*.py")}
     assert told == {name: {x.rpartition(".")[2] for x in needs} for name, needs in found.items()}
+
+
+CALLS = ("DDP(", "open_run(", "run.load_or_start(", "run.backward(", "run.mean_over_ranks(", "run.means.row(")
+CALLS += ("run.row_due(", "run.evaluate_and_checkpoint(", "rb.sample(", "moments.update(", "world.gather")
+CALLS += (" standardized(", " explained_variance(")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_lines_that_need_all_processes_are_marked(script):
+    """Each call of a function in which processes exchange data."""
+    lines = [line for line in (ROOT / f"{script}.py").read_text().splitlines() if any(x in line for x in CALLS)]
+    assert len(lines) >= 8 and all("# collective" in line for line in lines)

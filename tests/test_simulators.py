@@ -1,6 +1,7 @@
 """Simulators may return their own memory, lists, any infos and any type of integer: learning stays right."""
 
 import json
+from importlib.util import find_spec
 
 import gymnasium as gym
 import numpy as np
@@ -10,6 +11,8 @@ from common.distributed import World
 from common.environments import EVALUATION, TRAINING, make_envs
 from common.episodes import evaluate
 from runs import run
+
+ENVPOOL = pytest.mark.skipif(find_spec("envpool") is None, reason="pip install envpool==1.2.5")
 
 
 def transitions(vectorization: str, *quirks: str) -> list:
@@ -53,11 +56,20 @@ def test_a_game_that_its_limit_of_frames_ends_is_counted():
     assert truncated > 20 and len(envs.episodes.finished) == truncated
 
 
-def test_a_slow_simulator_is_no_hang(tmp_path):
-    """A step of it is progress, also where ranks meet only after more than --timeout seconds."""
-    flags = "--env-id tests.envs:SlowCartPole-v0 --num-envs 1 --total-timesteps 80 --learning-starts 70 --timeout 3"
-    flags += " --train-frequency 4 --eval-every 0 --log-every 80 --batch-size 4"
-    run("dqn_ddp.py", 1, flags, tmp_path, LOCKSTEP_SLEEP="0.08")
+def test_atari_games_take_every_action():
+    """None is replaced by the one before, as those registered as ALE/...-v5 do with probability 0.25."""
+
+    def played(probability: str) -> np.ndarray:
+        options = f'{{"img_height": 12, "img_width": 12{probability}}}'
+        envs = make_envs("ALE/Breakout-v5", 1, TRAINING, range(4), (gym.spaces.Discrete,), env_kwargs=options)
+        actions = np.random.default_rng(0).integers(0, 4, (200, 4))
+        frames = [envs.start().copy(), *(envs.step(x)[0].copy() for x in actions)]
+        envs.close()
+        return np.stack(frames)
+
+    game = played("")
+    assert np.array_equal(game, played(', "repeat_action_probability": 0.0'))
+    assert not np.array_equal(game, played(', "repeat_action_probability": 0.25'))
 
 
 def test_how_long_others_play_changes_no_evaluation():
@@ -73,3 +85,14 @@ def test_how_long_others_play_changes_no_evaluation():
 
     alone = sum(returns([i]) for i in range(4))
     assert returns(range(4)) == pytest.approx(alone) and alone != 0
+
+
+@pytest.mark.parametrize(
+    "env_id, more", [("Pendulum-v1", ',"g":5.0'), pytest.param("envpool/Pendulum-v1", "", marks=ENVPOOL)]
+)
+def test_options_reach_a_runs_training_evaluation_and_films(env_id, more, tmp_path):
+    flags = f"--env-id {env_id} --num-envs 4 --num-steps 32 --total-timesteps 128 --eval-episodes 2"
+    flags += f' --capture-video --env-kwargs {{"max_episode_steps":16{more}}}'
+    done = run("ppo_ddp.py", 1, flags, tmp_path / "run")
+    assert set(done.column("charts/episodic_length")) == set(done.column("eval/episodic_length")) == {16.0}
+    assert len(list((done.dir / "videos").iterdir())) == 2, done.out  # played again to the same return

@@ -1,0 +1,128 @@
+"""Numbers against their formulas: rows of metrics.csv, the rewards that are learned from, what each flag changes."""
+
+import numpy as np
+import pytest
+import torch
+
+import dqn_ddp
+import ppg_ddp
+import ppo_ddp
+import sac_ddp
+from common.distributed import World
+from common.environments import Environments
+from common.normalization import explained_variance
+from common.run.arguments import RunArgs
+from runs import Run, flat
+
+
+def test_a_row_of_dqn_by_hand(tmp_path, monkeypatch):
+    """Means over all updates since the last row (20, 40 and 20 of them), epsilon, and the falling learning rate."""
+    forward, losses = dqn_ddp.TDLoss.forward, []
+
+    def noted(self, batch):
+        loss, stats = forward(self, batch)
+        losses.append(stats["td_loss"].item())
+        return loss, stats
+
+    monkeypatch.setattr(dqn_ddp.TDLoss, "forward", noted)
+    sizes = {"num_envs": 2, "train_frequency": 2, "learning_starts": 40, "total_timesteps": 200, "batch_size": 8}
+    rates = {"learning_rate": 0.01, "start_e": 1.0, "end_e": 0.1, "exploration_fraction": 0.5}
+    more = {"log_every": 80, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
+    dqn_ddp.main(dqn_ddp.Args(**sizes, **rates, **more))
+    run = Run(0, "", "", tmp_path)
+    assert run.column("global_step") == [80, 160, 200] and len(losses) == 80
+    means = [np.mean(part) for part in np.split(np.array(losses), [20, 60])]
+    assert run.column("losses/td_loss") == pytest.approx(means, rel=1e-6)
+    # of the last vector step of each row, which began 2 transitions before
+    assert run.column("charts/learning_rate") == pytest.approx([0.01 * (1 - step / 200) for step in (78, 158, 198)])
+    assert run.column("charts/epsilon") == pytest.approx([1.0 - 0.9 * 0.78, 0.1, 0.1])
+
+
+def test_totals_are_sums_and_times_are_of_the_slowest_process(monkeypatch):
+    world = World(False, 2)
+    monkeypatch.setattr(world, "gather", lambda values: np.array([values, [10.0, 20.0, 1.0]]))
+    assert world.reduce([{"a": 1.0, "b": 2.0}], {"time": 3.0}) == {"a": 11.0, "b": 22.0, "time": 3.0}
+
+
+def test_explained_variance_by_hand(monkeypatch):
+    """Over two shards: 1 - Var(returns - values) / Var(returns)."""
+    world = World(False, 2)
+    monkeypatch.setattr(world, "gather_shards", np.asarray)
+    advantages, values = torch.randn(2, 2, 50, dtype=torch.float64)
+    column = explained_variance(list(zip(advantages, values, strict=True)), world)
+    expected = 1 - advantages.var() / (advantages + values).var()
+    assert column == {"losses/explained_variance": pytest.approx(expected.item(), rel=1e-9)}
+
+
+@pytest.mark.parametrize("atari", [True, False])
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
+def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, monkeypatch):
+    """Of other environments the reward itself."""
+    learned = []
+
+    def noted(*args):
+        learned.extend(np.ravel(args[2 if module is dqn_ddp else 0]))
+        raise InterruptedError
+
+    monkeypatch.setattr(Environments, "atari", property(lambda _: atari, lambda *_: None), raising=False)
+    owner, name = (module.ReplayBuffer, "add") if module is dqn_ddp else (module, "discounted_returns")
+    monkeypatch.setattr(owner, name, noted)
+    args = module.Args(env_id="tests.envs:NoisyCartPole-v0", eval_every=0, cuda=False, run_dir=str(tmp_path / "run"))
+    with pytest.raises(InterruptedError):
+        module.main(args)
+    assert len(learned) > 2 and (set(learned) == {-1.0, 1.0}) == atari
+
+
+OTHERS = {"env_id", "num_envs", "total_timesteps", "num_steps", "log_every", "life_loss", "network", "scale_pixels"}
+ROLLOUTS = {"num_steps": 16, "total_timesteps": 256, "update_epochs": 3, "learning_rate": 1e-2, "clip_vloss": True}
+REPLAY = {"learning_starts": 40, "total_timesteps": 160, "batch_size": 8, "train_frequency": 4, "log_every": 160}
+OF_PPO = {"gamma": 0.5, "gae_lambda": 0.5, "update_epochs": 2, "num_minibatches": 2, "norm_adv": "none"}
+OF_PPO |= {"clip_coef": 0.001, "clip_vloss": False, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01}
+OF_PPO |= {"learning_rate": 1e-3, "adam_eps": 1e-2, "anneal_lr": False, "norm_obs": True, "norm_reward": False}
+OF_REPLAY = {"gamma": 0.5, "buffer_size": 40, "batch_size": 4, "learning_starts": 60, "train_frequency": 8}
+OF_REPLAY |= {"target_network_frequency": 40, "tau": 0.1, "prioritized": True, "per_alpha": 0.1, "per_beta": 0.9}
+FLAGS = {
+    "ppo": (ppo_ddp, ROLLOUTS, OF_PPO | {"target_kl": 1e-6}),
+    "ppg": (
+        ppg_ddp,
+        ROLLOUTS | {"n_pi": 2, "num_aux_minibatches": 4},
+        OF_PPO
+        | {"target_kl": 1e-6, "n_pi": 1, "aux_epochs": 1, "num_aux_minibatches": 2}
+        | {"aux_learning_rate": 1e-2, "beta_clone": 10.0},
+    ),
+    "dqn": (
+        dqn_ddp,
+        REPLAY | {"target_network_frequency": 16, "max_grad_norm": 10.0, "learning_rate": 1e-2},
+        OF_REPLAY
+        | {"learning_rate": 1e-3, "anneal_lr": False, "adam_eps": 1e-2, "max_grad_norm": 0.01, "loss": "huber"}
+        | {"double_q": True, "dueling": True, "n_step": 3, "start_e": 0.5, "end_e": 0.9, "exploration_fraction": 0.1},
+    ),
+    "sac": (
+        sac_ddp,
+        REPLAY | {"num_envs": 2},
+        OF_REPLAY | {"policy_lr": 1e-2, "q_lr": 1e-2, "policy_frequency": 4} | {"alpha": 0.1, "autotune": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("script", FLAGS)
+def test_every_flag_of_an_algorithm_changes_what_is_learned(script, tmp_path):
+    """A flag that is not wired in would leave the same parameters."""
+    module, settings, flags = FLAGS[script]
+    own = set(module.Args.__dataclass_fields__) - set(RunArgs.__dataclass_fields__)
+    assert own - OTHERS == set(flags)
+
+    def learned(**changes) -> dict[str, torch.Tensor]:
+        run_dir = tmp_path / str(len(list(tmp_path.iterdir())))
+        env_id = {"sac": "Pendulum-v1"}.get(script, "tests.envs:NoisyCartPole-v0")
+        shared = {"env_id": env_id, "eval_every": 0, "cuda": False, "save_model": True, "run_dir": str(run_dir)}
+        module.main(module.Args(**settings | shared | changes))
+        return dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
+
+    plain = learned()
+    for name, value in flags.items():
+        if name in ("per_alpha", "per_beta"):
+            before, after = learned(prioritized=True), learned(prioritized=True, **{name: value})
+        else:
+            before, after = plain, learned(**{name: value})
+        assert not all(x.equal(after[key]) for key, x in before.items() if key in after), name
