@@ -29,11 +29,8 @@ from common.errors import BadInput
 from common.run.arguments import MAY_CHANGE_ON_RESUME
 from common.run.record import DECIDES_BYTES
 
-UNLIKE = {
-    "command",
-    "seconds",
-    *(f"args.{name}" for name in MAY_CHANGE_ON_RESUME),
-}  # in records: what no number depends on
+# in records, what no number depends on
+UNLIKE = {"command", "seconds", *(f"args.{name}" for name in MAY_CHANGE_ON_RESUME)}
 AGREE = 1e-3  # relative
 
 

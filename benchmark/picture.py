@@ -5,7 +5,7 @@
     python -m benchmark.picture --record
     python -m benchmark.picture
 
-The second line runs the same command once more, kills it six times at random moments, and goes on each time with
+The third line runs the same command once more, kills it six times at random moments, and goes on each time with
 another number of processes. It is recorded only if its rows are those of the run that was left alone.
 """
 

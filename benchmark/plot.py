@@ -6,8 +6,8 @@
 Reads `benchmark/results/SUITE`; writes `benchmark/figures/SUITE/*.svg` and, where it is named, a page's table. Of a
 suite of your own, these are `runs/results` and `runs/figures`.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
-(arXiv:2108.13264); of two seeds that is no more than their range. A final return is the mean of a run's last three
-evaluations. Procgen's are of training episodes, as its paper has them: means over tenths of a run.
+(arXiv:2108.13264); of fewer than five seeds that is no more than their range. A final return is the mean of a run's
+last three evaluations. Procgen's are of training episodes, as its paper has them: means over tenths of a run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from benchmark.compare import AGREE, gap
 from benchmark.run import Run, or_say_why, recorded, runs_of
 from benchmark.suites import Suite, suite_of
 from common.errors import BadInput
@@ -72,7 +73,7 @@ class Curve:
 
     @property
     def final(self) -> np.ndarray:
-        return self.returns[:, -3:].mean(1)
+        return self.returns[:, self.steps > 0][:, -3:].mean(1)  # without the one before learning
 
     @property
     def processes(self) -> str:
@@ -292,11 +293,8 @@ def save(figure: matplotlib.figure.Figure, path: Path) -> None:
 def agreement(one: Curve, many: Curve) -> str:
     """Of two world sizes: whether runs of equal seeds are the same bytes, `time/` aside.
 
-    If not, up to which transition all that they logged agrees to 1e-3, and whether the intervals overlap.
+    If not, up to which transition what is recorded of them agrees to 1e-3, and whether intervals overlap.
     """
-
-    def equal(a: str, b: str) -> bool:
-        return a == b or (a != "" and b != "" and abs(float(a) - float(b)) <= 1e-3 * max(abs(float(a)), abs(float(b))))
 
     def by_step(rows: list[dict]) -> dict[tuple[int, bool], dict]:
         """Rows by their step, of which one may have two: with an evaluation, and without."""
@@ -310,14 +308,17 @@ def agreement(one: Curve, many: Curve) -> str:
             for place in (place for place in of_one if place in rows):  # either may have ended before the other
                 cells = [(x, rows[place][name]) for name, x in of_one[place].items() if not name.startswith("time/")]
                 exact = exact and all(x == y for x, y in cells)
-                if not all(equal(x, y) for x, y in cells):
+                if not all(gap(x, y) <= AGREE for x, y in cells):
                     break
                 last = place[0]
             agreed.append(f"{last:,}")
     if agreed and exact:
         return "the same bytes"
+    until = " and ".join(agreed)
+    if min(len(one.seeds), len(many.seeds)) == 1:  # an interval of one run is a point
+        return until
     (low1, high1), (low2, high2) = interval([one.final]), interval([many.final])
-    return f"{' and '.join(agreed)}; {'overlap' if low1 <= high2 and low2 <= high1 else 'apart'}"
+    return f"{until}; {'overlap' if low1 <= high2 and low2 <= high1 else 'apart'}"
 
 
 def table(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> str:

@@ -14,7 +14,6 @@ suite's flags have `--checkpoint-every`, go on from their last checkpoints, and 
 from __future__ import annotations
 
 import csv
-import ctypes
 import fcntl
 import json
 import os
@@ -27,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -36,19 +36,10 @@ from benchmark.suites import Suite, suite_of
 from common.distributed import World
 from common.errors import BadInput
 from common.run.record import source_record
+from common.watchdog import end_with_parent
 
 ROOT = Path(__file__).parent.parent
-KEPT = (
-    "commit",
-    "changed",
-    "sources",
-    "world_size",
-    "threads",
-    "blas",
-    "device",
-    "instructions",
-    "versions",
-)
+KEPT = ("commit", "changed", "sources", "world_size", "threads", "blas", "device", "instructions", "versions")
 RECORDED = ("global_step", "charts/episodic_return", "charts/episodes", "eval/episodic_return", "time/wall", "time/SPS")
 
 
@@ -90,7 +81,7 @@ class Run:
     def work(self) -> str:
         """What the seeds of one curve share."""
         script = self.script.removesuffix(".py") + (f"-{self.variant}" if self.variant else "")
-        return f"{self.env_id.replace('/', '-').replace(':', '-')}__{script}__w{self.world_size}"
+        return f"{self.env_id}__{script}__w{self.world_size}".replace("/", "-").replace(":", "-")
 
     def command(self, run_dir: Path) -> list[str]:
         words = [self.script, "--env-id", self.env_id, "--seed", str(self.seed), *shlex.split(self.flags)]
@@ -127,7 +118,8 @@ def runs_of(suite: Suite, wanted: tuple[str, ...] = ()) -> list[Run]:
 def recorded(run: Run, results: Path) -> dict | None:
     """The record of a run, if there is one and it is of just this command, in whatever directory it ran."""
     path = results / run.suite / f"{run.name}.json"
-    about = json.loads(path.read_text()) if path.exists() else {"command": ""}
+    done = path.exists() and path.with_suffix(".csv").exists()
+    about = json.loads(path.read_text()) if done else {"command": ""}
     return about if shlex.split(about["command"])[:-1] == run.command(Path())[:-1] else None
 
 
@@ -143,8 +135,10 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
         writer.writeheader()
         writer.writerows(rows)
     wall = max((float(row["time/wall"]) for row in rows), default=0.0)  # over all parts of a run that went on
-    if config["changed"]:
-        shutil.copy(run_dir / "changes.diff", target / f"{run.name}.diff")
+    difference = target / f"{run.name}.diff"
+    difference.unlink(missing_ok=True)
+    if (run_dir / "changes.diff").exists():  # git shows none for a script that it does not track
+        shutil.copy(run_dir / "changes.diff", difference)
     about = {"command": run.shown(run_dir), "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
     about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
     part = target / f"{run.name}.json.part"
@@ -188,11 +182,6 @@ def seconds_left(waiting: list[Run], active: dict[Run, tuple], durations: dict[s
     mean = sum(rates.values()) / len(rates)
     left = {run: part * rates.get(run.work, mean) for run, part in parts.items()}
     return max(max(left.values()), sum(seconds * run.world_size for run, seconds in left.items()) / args.cores)
-
-
-def end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def clock(seconds: float | None) -> str:
@@ -262,7 +251,7 @@ def main(args: Args) -> int:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
             active[run] = (process, time.monotonic(), log)
         time.sleep(0.2)

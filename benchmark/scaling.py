@@ -21,8 +21,10 @@ import tyro
 from matplotlib.figure import Figure
 
 from benchmark.plot import save, with_table
+from benchmark.run import or_say_why
 from benchmark.speed import ours
 from common.distributed import World
+from common.errors import BadInput
 from common.run.record import processor
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -60,18 +62,16 @@ def measure(args: Args) -> None:
     """Write a row per work, number of processes and repetition."""
     world = World(cuda=False)
     device = f"{world.cores} cores of {processor()}"
-    rows = []
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    args.results.write_text("work,processes,steps_per_second,device\n")
     for name, (script, num_envs, flags, steps) in WORKS.items():
         for _ in range(args.repetitions):
             for ranks in args.ranks:
                 sizes = f"--num-envs {num_envs * ranks} --total-timesteps {steps * ranks}"
-                rows.append([name, ranks, round(ours(script, f"{flags} {sizes}", ranks, 1).sps), device])
-                print(*rows[-1], sep=", ", flush=True)
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.results, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["work", "processes", "steps_per_second", "device"])
-        writer.writerows(rows)
+                row = [name, ranks, round(ours(script, f"{flags} {sizes}", ranks, 1).sps), device]
+                print(*row, sep=", ", flush=True)
+                with open(args.results, "a", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerow(row)
 
 
 def draw(args: Args) -> None:
@@ -108,10 +108,14 @@ def draw(args: Args) -> None:
 
 
 def main(args: Args) -> None:
+    if args.readme is not None:
+        with_table(args.readme, "scaling", "")  # before anything is measured
+    if not args.measure and not args.results.exists():
+        raise BadInput(f"--results {args.results}: is not there; leave out --no-measure.")
     if args.measure:
         measure(args)
     draw(args)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    or_say_why(lambda: main(tyro.cli(Args)))

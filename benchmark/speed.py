@@ -8,7 +8,7 @@
 
 The first run installs the peer into benchmark/.peer (this alone needs the internet); rows 10 and 11 need EnvPool.
 Rows 12 to 17 run CleanRL's and LeanRL's files as they stand (see benchmark/peer_file.py), from clones in
-benchmark/.peers, and need envpool==1.2.5, tensordict==0.7.2, torchrl==0.7.2 and tqdm; row 15 also stable-baselines3 and
+benchmark/.peers, and need envpool==1.2.5, tensordict==0.7.2, torchrl==0.7.2, tqdm, stable-baselines3 and
 opencv-python-headless.
 Steps per second are those of the steady state: the first eighth of a run is left out. Nothing else should run on the
 machine meanwhile.
@@ -51,17 +51,15 @@ class Args:
     """interleaved repetitions of each work"""
     against: str = ""
     """a commit: compare our scripts in this tree with those of that commit, instead of with the peer"""
-    keep_omp: bool = False
-    """with --against: leave OMP_NUM_THREADS as you have it, set or unset, instead of setting each work's threads"""
 
     def __post_init__(self) -> None:
-        self.rows = self.rows or ((1, 3, 5, 6) if self.against else (*range(1, 12), 18))
+        self.rows = self.rows or (
+            (1, 3, 5, 6) if self.against else (*range(1, 9), 10, 11, 18, 9)
+        )  # 9 last: its memory counts for what it starts
         if self.repetitions < 1:
             raise ValueError(f"--repetitions {self.repetitions}: must be at least 1.")
         if self.against and set(self.rows) & {7, 8, 9}:
             raise ValueError("--rows: 7, 8 and 9 measure no steps per second; leave them out with --against.")
-        if self.keep_omp and not self.against:
-            raise ValueError("--keep-omp: needs --against.")
 
 
 @dataclass
@@ -97,12 +95,10 @@ def fetch_peers() -> None:
             subprocess.run(["git", "-C", folder, "checkout", "--quiet", commit], check=True)
 
 
-def timed(
-    command: list[str], threads: int, gpu: bool = False, root: Path = ROOT, keep_omp: bool = False
-) -> tuple[str, float, float]:
+def timed(command: list[str], threads: int, gpu: bool = False, root: Path = ROOT) -> tuple[str, float, float]:
     """Run to the end -> output, peak memory (MB) of the largest process, seconds."""
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path} | ({} if keep_omp else {"OMP_NUM_THREADS": str(threads)})
+    env = os.environ | {"PYTHONPATH": path} | {"OMP_NUM_THREADS": str(threads)}
     if not gpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     start = time.perf_counter()
@@ -119,7 +115,7 @@ def timed(
         output = out.read()
     if status:
         raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{output}")
-    return output, usage.ru_maxrss / 1024, wall
+    return output, usage.ru_maxrss * 1024 / 1e6, wall
 
 
 def ours(
@@ -129,13 +125,12 @@ def ours(
     threads: int = 1,
     gpu: bool = False,
     root: Path = ROOT,
-    keep_omp: bool = False,
 ) -> Measure:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     launch = launch if processes > 1 else [sys.executable]
     with tempfile.TemporaryDirectory() as folder:
         words = f"{flags} {QUIET} --num-threads {threads} --run-dir {folder}/run".split()
-        _, memory, wall = timed([*launch, str(root / script), *words], threads, gpu, root, keep_omp)
+        _, memory, wall = timed([*launch, str(root / script), *words], threads, gpu, root)
         with open(f"{folder}/run/metrics.csv", newline="") as file:
             rows = [(int(row["global_step"]), float(row["time/wall"])) for row in csv.DictReader(file)]
     (s0, t0), (s1, t1) = rows[max(1, len(rows) // 8)], rows[-1]
@@ -207,6 +202,7 @@ DQN_BREAKOUT += " --learning-rate 1e-4 --end-e 0.01 --exploration-fraction 0.1"
 CARTPOLE = "--total-timesteps 100000 --no-norm-reward"
 COMPILED = f"{CARTPOLE} --num-envs 8 --compile"
 DQN_CARTPOLE = "--num-envs 1 --train-frequency 10 --learning-starts 1000 --total-timesteps 80000"
+DQN_CARTPOLE += " --loss huber --max-grad-norm 10"  # as the peer
 WORKS = {
     1: {
         "peer": partial(peer, "ppo-cartpole", 60_000),
@@ -245,7 +241,7 @@ WORKS = {
     10: pools("CartPole-v1", 8, 100_000) | pools("CartPole-v1", 64, 400_000),
     11: pools("HalfCheetah-v5", 8, 40_000) | pools("HalfCheetah-v5", 64, 160_000),
     12: atari(8, 240),
-    13: atari(64, 120),
+    13: atari(64, 240),
     14: {
         "CleanRL": partial(theirs, "cleanrl/cleanrl/ppo.py", "--total-timesteps 60000"),
         **on_gpu("ppo_ddp.py", CARTPOLE, ("", "--compile", "--no-cuda")),
@@ -370,13 +366,13 @@ def compare(args: Args) -> None:
         shutil.unpack_archive(archive, tree)
         for row in args.rows:
             works = {name: work for name, work in WORKS[row].items() if work.func is ours}
-            works = {name: work for name, work in works.items() if "--compile" not in name}  # some commits lack it
+            works = {name: work for name, work in works.items() if "--compile" not in work.args[1]}  # some lack it
             ratios: dict[str, list[float]] = {name: [] for name in works}
             print(f"\nrow {row}: {NAMES[row]}, steps per second of this tree / of {args.against}")
             for repetition in range(args.repetitions):
                 for name, work in works.items():
                     roots = (ROOT, tree) if repetition % 2 == 0 else (tree, ROOT)
-                    sps = {root: work(root=root, keep_omp=args.keep_omp).sps for root in roots}
+                    sps = {root: work(root=root).sps for root in roots}
                     ratios[name].append(sps[ROOT] / sps[tree])
                     print(f"  {name:22}{sps[ROOT]:.0f} / {sps[tree]:.0f} = {ratios[name][-1]:.3f}", flush=True)
             for name, r in ratios.items():

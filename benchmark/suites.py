@@ -71,8 +71,7 @@ def work(
     script: str, env_id: str, flags: str, seeds: dict[int, tuple[int, ...]], variant: str = "", training: bool = False
 ) -> dict:
     """`training`: its returns are those of the episodes that it learns from, and not of evaluations."""
-    facts = {"script": script, "env_id": env_id, "flags": flags, "seeds": seeds, "variant": variant}
-    return facts | {"training": training}
+    return dict(script=script, env_id=env_id, flags=flags, seeds=seeds, variant=variant, training=training)
 
 
 # of 16 games, what gives a normalised return of 0 and of 1, hard and easy (arXiv:1912.01588, appendix C)

@@ -61,8 +61,15 @@ def test_agreement_of_two_world_sizes_by_hand():
     one = curve([1, 2, 3], [[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]], 1.0)
     assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]], 2.0)) == "200 and 0; overlap"
     for last in (300.0, -300.0):
-        assert plot.agreement(one, curve([2], [[1.0, 2.0, last]], 2.0)) == "200; apart"
+        others = curve([2, 3], [[1.0, 2.0, last], [last, last, last]], 2.0)
+        assert plot.agreement(one, others) == "200 and 0; apart"
+    assert plot.agreement(one, curve([2], [[1.0, 2.0, 9.0]], 2.0)) == "200", "an interval of one run is a point"
     assert plot.agreement(one, curve([2], [[1.0, 2.0, 3.0]], 2.0)) == "the same bytes"
+
+
+def test_the_evaluation_before_learning_is_no_final_return():
+    curve = plot.Curve(np.array([0, 50, 100]), np.array([[20.0, 300.0, 500.0]]), np.zeros((1, 3)), [[]], [1], (1,))
+    assert curve.final.tolist() == [400.0]
 
 
 def test_training_episodes_by_tenths_of_a_run():
@@ -124,6 +131,20 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
     assert [row["charts/episodic_return"] for row in rows] == [row["charts/episodic_return"] for row in calm.rows]
     record = json.loads((tmp_path / "results" / "tiny" / f"{name}.json").read_text())
     assert "--resume" in record["command"] and record["seconds"] >= float(rows[-1]["time/wall"]) - 0.1
+
+
+def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
+    """Its sources are not those of the commit, and git shows no difference. That of an older record goes."""
+    run = runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, 1, "")
+    run_dir, results = tmp_path / "run", tmp_path / "results"
+    run_dir.mkdir()
+    (results / "tiny").mkdir(parents=True)
+    older = results / "tiny" / f"{run.name}.diff"
+    older.write_text("+x")
+    (run_dir / "config.json").write_text(json.dumps(dict.fromkeys(runner.KEPT, True)))
+    (run_dir / "metrics.csv").write_text(f"{','.join(runner.RECORDED)}\n100,1,1,1,2,3\n")
+    runner.record(run, run_dir, results, 3.0)
+    assert runner.recorded(run, results)["changed"] and not older.exists()
 
 
 def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, capsys):

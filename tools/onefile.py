@@ -142,7 +142,7 @@ def merged_imports(sources: list[Source]) -> list[str]:
 
 def packages(root: Path) -> list[str]:
     """The packages above the first comment of requirements.txt, if there is one, as PEP 723 has them."""
-    path = root / "requirements.txt"
+    path = (root if (root / "requirements.txt").is_file() else ROOT) / "requirements.txt"
     lines = path.read_text().splitlines() if path.is_file() else []
     names = [line.split(" #")[0].strip() for line in takewhile(lambda line: line[:1] != "#", lines)]
     names = [f"#     {json.dumps(name)}," for name in names if name and name[0] != "-"]  # no options of pip's
