@@ -4,7 +4,8 @@
 
 Run by benchmark/speed.py on files of CleanRL and of LeanRL, which were written for gymnasium 0.29 and for gym. Nothing
 of them is changed; what they import is: vector environments end and begin episodes in one step and tell it in the old
-form, `gym` is gymnasium, EnvPool answers as gym did, and wandb and TensorBoard note when rows come and write nothing.
+form, wrappers have their old names too, `gym` is gymnasium, EnvPool answers as gym did, and wandb and TensorBoard note
+when rows come and write nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ale_py
 import gymnasium
+import gymnasium.wrappers
 import numpy as np
 
 rows: list[tuple[int, float]] = []  # transitions, and when they were told
@@ -104,7 +107,10 @@ def module(name: str, **contents: Any) -> None:
 
 
 def main() -> None:
+    gymnasium.register_envs(ale_py)
     gymnasium.vector.SyncVectorEnv = SyncVectorEnv
+    gymnasium.wrappers.GrayScaleObservation = gymnasium.wrappers.GrayscaleObservation
+    gymnasium.wrappers.FrameStack = gymnasium.wrappers.FrameStackObservation
     module("torch.utils.tensorboard", SummaryWriter=SummaryWriter)
     module("wandb", init=lambda **_: None, log=lambda _, step: told(step))
     script, *sys.argv = [sys.argv[1], *sys.argv[1:]]
@@ -115,7 +121,8 @@ def main() -> None:
 
         Pool.make = envpool.make
         envpool.make = lambda task_id, env_type, **options: Pool(task_id, **options)
-    sys.path.insert(0, os.path.dirname(script))
+    folder = os.path.dirname(script)
+    sys.path[:0] = [folder, os.path.dirname(folder)]  # some import cleanrl_utils, which lies beside their folder
     runpy.run_path(script, run_name="__main__")
     (s0, t0), (s1, t1) = rows[max(1, len(rows) // 8)], rows[-1]
     print(f"\nsps {(s1 - s0) / (t1 - t0):.1f}")

@@ -84,9 +84,9 @@ def install_peer() -> None:
 
 
 def fetch_peers() -> None:
-    """CleanRL's newest files and those of one commit of LeanRL, unless they are there."""
+    """Those of one commit of CleanRL and of one of LeanRL, unless they are there."""
     for name, commit in (
-        ("vwxyzjn/cleanrl", "HEAD"),
+        ("vwxyzjn/cleanrl", "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb"),
         ("pytorch-labs/LeanRL", "20bfe6794aa488e896ae51588164ac5b4d865a9f"),
     ):
         folder = PEERS / name.split("/")[1]
