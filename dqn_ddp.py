@@ -263,8 +263,8 @@ def main(args: Args) -> None:
         obs_space = envs.single_observation_space
         image = len(obs_space.shape) == 3
         args.require(args.network == "auto" or image, "network", "left off for vector observations")
-        scales = image and np.issubdtype(obs_space.dtype, np.integer)
-        args.require(args.scale_pixels or scales, "scale_pixels", "left on, except for images of whole numbers")
+        whole_numbers = image and np.issubdtype(obs_space.dtype, np.integer)
+        args.require(args.scale_pixels or whole_numbers, "scale_pixels", "left on, except for images of whole numbers")
         options = {"action_shape": (), "action_dtype": np.int64, "n_step": args.n_step, "gamma": args.gamma}
         options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
         options["alpha"] = args.per_alpha if args.prioritized else 0.0

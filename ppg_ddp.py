@@ -134,8 +134,8 @@ class Args(RunArgs):
         size = self.num_envs * self.num_steps
         normalized = size // self.num_minibatches if self.norm_adv == "minibatch" else size
         self.require(self.norm_adv == "none" or normalized > 1, "norm_adv", "none, or over at least 2 samples")
-        stops = self.target_kl is not None
-        self.require(not stops or self.update_epochs > 1, "update_epochs", "at least 2 with --target-kl")
+        can_stop = self.target_kl is None or self.update_epochs > 1  # it ends the epochs after one of them
+        self.require(can_stop, "update_epochs", "at least 2 with --target-kl")
         self.require_budget(size, f"at least one iteration, --num-envs x --num-steps = {size}")
         if self.aux_epochs:
             self.require_divisor("num_aux_minibatches", self.n_pi * self.num_steps, "--n-pi x --num-steps")

@@ -55,7 +55,7 @@ class Args:
     def __post_init__(self) -> None:
         self.rows = self.rows or (
             (1, 3, 5, 6) if self.against else (*range(1, 9), 10, 11, 18, 9)
-        )  # 9 last: its memory counts for what it starts
+        )  # 9 last: its memory would count for what starts after it
         if self.repetitions < 1:
             raise ValueError(f"--repetitions {self.repetitions}: must be at least 1.")
         if self.against and set(self.rows) & {7, 8, 9}:
@@ -366,7 +366,7 @@ def compare(args: Args) -> None:
         shutil.unpack_archive(archive, tree)
         for row in args.rows:
             works = {name: work for name, work in WORKS[row].items() if work.func is ours}
-            works = {name: work for name, work in works.items() if "--compile" not in work.args[1]}  # some lack it
+            works = {name: work for name, work in works.items() if "--compile" not in name}  # some commits lack it
             ratios: dict[str, list[float]] = {name: [] for name in works}
             print(f"\nrow {row}: {NAMES[row]}, steps per second of this tree / of {args.against}")
             for repetition in range(args.repetitions):

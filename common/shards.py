@@ -53,7 +53,7 @@ class Gradients:
     def _compile(self, loss: nn.Module, *inputs: list[Any]) -> None:
         """Compile a loss for these inputs; where that fails on any process, say why, and go on without."""
         if not self.compiled:
-            torch.compiler.reset()  # it keeps eight graphs of one function, of all runs in a process
+            torch.compiler.reset()  # torch keeps eight graphs of a function, over all runs of a process
         bare = loss.module if isinstance(loss, DDP) else loss
         fault = ""
         try:
