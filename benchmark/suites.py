@@ -28,7 +28,9 @@ ONE_AND_TWO = {1: (1,), 2: (1,)}
 LUNAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 16 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
 PPO_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --num-envs 1 --num-steps 2048 --num-minibatches 32"
 PPO_MUJOCO += " --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs"
-SAC_MUJOCO = "--total-timesteps 300000 --eval-every 15000 --log-every 5000"
+SAC_SHORT = "--total-timesteps 300000 --eval-every 15000 --log-every 5000"
+# about two hours each on a core; they go on after a stop
+SAC_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --log-every 10000 --checkpoint-every 50000 --compile"
 PPO_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 64 --num-minibatches 8 --learning-rate 2e-3"
 PPO_MINATAR += " --no-norm-reward --no-clip-vloss"
 PPG_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 64 --num-minibatches 8 --learning-rate 2e-3"
@@ -167,9 +169,13 @@ SUITES = {
         )
     ],
     "mujoco": [
-        work(script, env_id, flags, seeds)
+        work(script, env_id, flags, seeds, variant)
         for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
-        for script, flags, seeds in (("ppo_ddp.py", PPO_MUJOCO, ONE_TO_THREE), ("sac_ddp.py", SAC_MUJOCO, {1: (1, 2)}))
+        for script, flags, seeds, variant in (
+            ("ppo_ddp.py", PPO_MUJOCO, ONE_TO_THREE, ""),
+            ("sac_ddp.py", SAC_MUJOCO, ONE_TO_THREE, ""),
+            ("sac_ddp.py", SAC_SHORT, {1: (1, 2)}, "300k"),
+        )
     ],
     "atari": [
         work(script, env_id, flags, ONE_TO_THREE)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.distributed import World
 from common.errors import peer_ended
 from common.memory import SLOT, share_memory
 from common.shards import tree_sum
@@ -127,7 +128,7 @@ def test_ranks_that_exchange_unlike_numbers_are_told(tmp_path):
 
 def test_memory_and_sockets_give_the_same_bytes(tmp_path):
     """Without shards; the drawn experiments have both with shards."""
-    if len(os.sched_getaffinity(0)) < 2:
+    if World(False).cores < 2:
         pytest.skip("two processes share memory on two cores")
     flags = "--learning-starts 500 --train-frequency 4 --batch-size 32 --eval-every 0 --total-timesteps 600"
     memory = run("sac_ddp.py", 2, f"{flags} --save-model", tmp_path / "memory", dtype="float32")
