@@ -123,7 +123,7 @@ class World:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
         if self.world_size > 1:
             fault = "it is off" if not shared_memory else "there is a GPU" if on_gpu else ""
-            self.memory, reason = share_memory(self.rank, self.world_size, self.affinity, fault)
+            self.memory, reason = share_memory(self.rank, self.world_size, self.affinity, fault)  # collective
             self.carrier = "shared memory" if self.memory else f"sockets ({reason})"
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:

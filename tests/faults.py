@@ -59,7 +59,8 @@ REFUSED_FLAGS = [  # script, flags, what is said
         "--total-timesteps 0 --load-model a --eval-every 0",
         "--eval-every 0: must be at least 1 with --total-time",
     ),
-    ("ppo", "--timeout 1e10", "--timeout 10000000000.0: must be a number above 0, at most 1e6"),
+    ("ppo", "--timeout 1e10", "--timeout 10000000000.0: must be a number from 2 to 1e6"),
+    ("ppo", "--timeout 1", "--timeout 1.0: must be a number from 2 to 1e6"),  # a run feeds its watchdog once a second
     ("ppo", "--total-timesteps 100", "--total-timesteps 100: must be at least one iteration"),
     ("ppo", "--num-envs 1 --num-steps 16 --num-minibatches 16", "--norm-adv minibatch: must be none"),
     ("ppo", "--shards 3", "--shards 3: must be a power of two, such as 2 or 4"),

@@ -153,6 +153,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, in
     assert "best" in kept(run_dir) and len(kept(run_dir)) == 3
 
 
+def test_where_no_checkpoint_can_be_read_the_rows_stay(interrupted, tmp_path):
+    """The fault may pass: the run does not begin again over them."""
+    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    for folder in (run_dir / "checkpoints").iterdir():
+        cut(folder / "state.pt")
+    before = content(run_dir)
+    with pytest.raises(BadInput, match="^--resume: .* holds no checkpoint that can be read; name another --run-dir"):
+        continued(ppo_ddp, run_dir)
+    assert content(run_dir) == before
+
+
 def test_other_columns_are_refused_by_name(interrupted, tmp_path, monkeypatch):
     """Rows under the old header would be in the wrong columns."""
     run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")

@@ -42,7 +42,7 @@ Rate = Annotated[float, Range(lambda x: 0 < x <= 1, "a number above 0, at most 1
 Norm = Annotated[float, Range(lambda x: x > 0, "a number above 0 (inf: no clipping)")]
 Seed = Annotated[int, Range(lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
 Threads = Annotated[int, Range(lambda x: 0 <= x <= 1024, "an integer from 0 to 1024")]
-Seconds = Annotated[float, Range(lambda x: 0 < x <= 1e6, "a number above 0, at most 1e6")]
+Seconds = Annotated[float, Range(lambda x: 2 <= x <= 1e6, "a number from 2 to 1e6")]
 Json = Annotated[str, Range(is_object, """a JSON object, such as '{"num_levels": 200}'""")]
 Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
 

@@ -75,7 +75,8 @@ class Checkpoints:
         if not logger.resumed:
             return run_dir, ""
         folders = (run_dir / "checkpoints").glob("*")
-        for step in sorted((int(folder.name) for folder in folders if folder.name.isdigit()), reverse=True):
+        steps = sorted((int(folder.name) for folder in folders if folder.name.isdigit()), reverse=True)
+        for step in steps:
             folder = run_dir / "checkpoints" / str(step)
             try:
                 load(folder / "state.pt")
@@ -84,6 +85,8 @@ class Checkpoints:
                 return run_dir, str(step)
             except Exception as error:  # torch raises many kinds
                 logger.note(f"{folder}: cannot be read ({one_line(error)}); looking for an older checkpoint")
+        if steps:
+            raise BadInput(f"--resume: {run_dir} holds no checkpoint that can be read; name another --run-dir.")
         if logger.longer:
             fault = f"{run_dir} holds no checkpoint from which a longer run could go on"
             raise BadInput(f"--total-timesteps {self.args.total_timesteps}: {fault}; name another --run-dir.")
