@@ -69,9 +69,18 @@ def test_the_same_command_gives_the_same_bytes(script, tmp_path):
     assert same_run(a, b) == "" and len(a.rows) >= 5
 
 
-def test_float32_agrees_over_the_first_updates(tmp_path):
-    """C1 in float32: within 1e-3 over five iterations of 12 minibatches."""
-    one, two = (run("ppo_ddp.py", size, FIVE, tmp_path / str(size), dtype="float32") for size in (1, 2))
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_ddp.py", FIVE),
+        ("ppg_ddp.py", f"{FIVE} {PHASES} --n-pi 5 --adam-eps 1e-5"),
+        ("dqn_ddp.py", REPLAY),
+        ("sac_ddp.py", REPLAY),
+    ],
+)
+def test_float32_agrees_over_the_first_updates(script, flags, tmp_path):
+    """C1 in float32: within 1e-3 over five iterations, or a hundred gradient steps."""
+    one, two = (run(script, size, flags, tmp_path / str(size), dtype="float32") for size in (1, 2))
     assert_close(one, two, relative=1e-3, absolute=1e-5)
 
 
