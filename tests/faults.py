@@ -35,6 +35,7 @@ REFUSED_FLAGS = [  # script, flags, what is said
     ("ppo", "--no-such-flag 1", "--no-such-flag"),
     ("ppo", "--env-id", "--env-id"),
     ("ppo", "--resume", "--run-dir None: must be a directory with --resume"),
+    ("ppo", "--resume --run-dir= --checkpoint-every 512", "--run-dir : must be a directory with --resume"),
     ("dqn", "--resume --run-dir somewhere", "--checkpoint-every 0: must be at least 1 with --resume"),
     ("sac", "--checkpoint-every -1", "--checkpoint-every -1: must be an integer of at least 0"),
     ("ppo", "--norm-obs True", "--norm-obs True: takes no value"),

@@ -352,6 +352,13 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path, capfd):
     assert content(run_dir) == before
 
 
+def test_a_removed_run_does_not_finish_the_next(tmp_path):
+    """Its mark may be left where config.json and metrics.csv were removed by hand."""
+    (tmp_path / "finished").touch()
+    continued(ppo_ddp, tmp_path, resume=False, checkpoint_every=0)
+    assert rows(tmp_path) and not (tmp_path / "finished").exists()
+
+
 @pytest.mark.parametrize(
     "size, fault",
     [

@@ -141,7 +141,7 @@ class RunArgs:
             if getattr(self, name) and find_spec(package) is None:
                 raise BadInput(f"{flag(name)}: needs {package}: pip install {package}")
         if self.resume:
-            self.require(self.run_dir is not None, "run_dir", "a directory with --resume")
+            self.require(bool(self.run_dir), "run_dir", "a directory with --resume")
             self.require(self.checkpoint_every > 0, "checkpoint_every", "at least 1 with --resume")
 
     def require(self, valid: bool, name: str, needed: str) -> None:

@@ -178,8 +178,9 @@ class Logger:
         if self.enabled and not self.continues:
             if self.resumed:
                 self.note(f"{self.dir} holds no checkpoint: the run begins again")
+            for name in ("finished", "changes.diff"):  # of a run that was removed, of a start that was killed early
+                (self.dir / name).unlink(missing_ok=True)
             self._write_config(self.record)
-            (self.dir / "changes.diff").unlink(missing_ok=True)  # that of a start that was killed early
             if self.difference:
                 self.write("changes.diff", self.difference.encode())
             self.write("metrics.csv", (",".join(self.columns) + "\n").encode())
