@@ -66,7 +66,7 @@ class Args(RunArgs):
     scale_pixels: bool = True
     """divide integer pixels by the space's largest value; Pong is learned sooner without"""
     log_every: Count = 1_000
-    """write a row at each multiple of so many transitions (all ranks)"""
+    """write a row at each multiple of this many transitions (all ranks)"""
     life_loss: bool = True
     """Atari: a lost life ends the episode for learning (never for reported returns)"""
 

@@ -27,7 +27,7 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
 4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-   With `--no-norm-reward`, one of five CartPole seeds had lost a good policy after 200 k steps.
+   With `--no-norm-reward`, PPO had lost a good policy on one of five CartPole seeds after 200 k steps.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
 8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
    bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint

@@ -67,7 +67,7 @@ class Args(RunArgs):
     num_envs: Count = 4
     """parallel environments, all ranks"""
     log_every: Count = 1_000
-    """write a row at each multiple of so many transitions (all ranks)"""
+    """write a row at each multiple of this many transitions (all ranks)"""
 
     # algorithm
     buffer_size: Count = 1_000_000

@@ -6,7 +6,7 @@
     python -m benchmark.speed --rows 1 5 6 18 --repetitions 5    # --compile
     python -m benchmark.speed --against HEAD~3 --repetitions 5    # this tree beside an older commit, without the peer
 
-The first run installs the peer into benchmark/.peer (this alone needs the internet); rows 10 and 11 need EnvPool.
+The first run installs the peer into benchmark/.peer (this and clones need the internet); rows 10 and 11 need EnvPool.
 Rows 12 to 17 run CleanRL's and LeanRL's files as they stand (see benchmark/peer_file.py), from clones in
 benchmark/.peers, and need envpool==1.2.5, tensordict==0.7.2, torchrl==0.7.2, tqdm, stable-baselines3 and
 opencv-python-headless.

@@ -75,7 +75,7 @@ class World:
     def process_group(self, timeout: float, shared_memory: bool = True) -> Iterator[None]:
         """Open the process group; turn SIGINT and SIGTERM into requests (`stop`); start the watchdog.
 
-        `timeout`: seconds between two boundaries after which this rank prints its stacks and ends with code 1.
+        `timeout`: seconds without progress after which this rank prints its stacks and ends with code 1.
         `shared_memory`: whether ranks may exchange numbers through it (common/memory.py). Inside this block, use
         DDP only in a function, so that its modules are gone when the block ends: gloo may abort the process if
         a DDP reducer outlives its group.

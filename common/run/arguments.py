@@ -74,7 +74,7 @@ class RunArgs:
     checkpoint_every: Period = 0
     """write a checkpoint, and end all episodes, at each multiple of this many transitions (all ranks); 0: never"""
     load_model: str | None = None
-    """start from a model.pt (networks, normalisers, SAC's temperature); --total-timesteps 0: evaluate it and end"""
+    """start from a model.pt (networks, normalisers, SAC's learned alpha); --total-timesteps 0: evaluate it and end"""
 
     # evaluation
     eval_every: Period = 50_000
