@@ -11,7 +11,6 @@ for others, 2 where there is nothing to compare.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import importlib
 import io
 import json
@@ -74,7 +73,7 @@ def with_arguments(record: dict[str, Any], path: Path) -> dict[str, Any]:
     except (ImportError, SystemExit, BadInput) as error:
         print(f"{path}: its arguments cannot be read ({error})")
         return record
-    return record | {"script": words[at].removesuffix(".py"), "args": dataclasses.asdict(args)}
+    return record | {"script": words[at].removesuffix(".py"), "args": args.as_json()}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -91,7 +91,7 @@ def load(suite: Suite, results: Path) -> dict[tuple[str, str, int], Curve]:
     groups: dict[tuple[str, str, int], list[Run]] = defaultdict(list)
     for run in runs_of(suite):
         if recorded(run, results):
-            groups[(run.env_id, run.name.split("__")[1], run.world_size)].append(run)
+            groups[(run.env_id, run.label, run.world_size)].append(run)
     starts, path = {}, results / suite.name / "start.csv"
     if path.exists():
         with open(path, newline="") as file:

@@ -78,10 +78,14 @@ class Run:
         return f"{self.work}__s{self.seed}"
 
     @property
+    def label(self) -> str:
+        """The script and its variant."""
+        return self.script.removesuffix(".py") + (f"-{self.variant}" if self.variant else "")
+
+    @property
     def work(self) -> str:
         """What the seeds of one curve share."""
-        script = self.script.removesuffix(".py") + (f"-{self.variant}" if self.variant else "")
-        return f"{self.env_id}__{script}__w{self.world_size}".replace("/", "-").replace(":", "-")
+        return f"{self.env_id}__{self.label}__w{self.world_size}".replace("/", "-").replace(":", "-")
 
     def command(self, run_dir: Path) -> list[str]:
         words = [self.script, "--env-id", self.env_id, "--seed", str(self.seed), *shlex.split(self.flags)]

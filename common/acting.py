@@ -93,7 +93,9 @@ class Acting:
         if (result.shape, result.dtype) != (expected.shape, expected.dtype):
             return f"numpy gives {result.dtype} {result.shape}, torch {expected.dtype} {expected.shape}"
         gap = np.abs(result - expected).max(initial=0.0)
-        size = max(np.abs(x).max(initial=0.0) for x in (expected, *inputs))
+        largest_input = max(np.abs(x).max(initial=0.0) for x in inputs)
+        # of larger inputs the result is large too, or the module scales them first
+        size = max(np.abs(expected).max(initial=0.0), min(largest_input, 100.0))
         differs = not gap <= 1e-4 * size and np.isfinite(expected).all()  # divergence is said elsewhere
         return f"its translation gives other numbers, by {gap:.2g} of {size:.2g}" if differs else ""
 

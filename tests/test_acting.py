@@ -135,6 +135,19 @@ def test_what_is_not_known_the_module_does(name):
     assert re.search(said, note)
 
 
+def test_a_large_observation_hides_no_difference():
+    """One number of 1e5 among small ones, which the module scales; and rounding alone is no difference."""
+    scale = torch.tensor([1.0, 1.0, 1.0, 1e-5])
+    large = OBS / scale.numpy()
+    notes = []
+    policy = Acting(Module(lambda m, x: aliased(m, x * scale)), WORLD, SHARDS, notes.append)
+    policy(large)
+    assert policy.functions == [policy.by_module] and "its translation gives other numbers" in notes[0]
+    policy = Acting(Module(lambda m, x: m.layer(x).tanh()), WORLD, SHARDS, pytest.fail)
+    policy(large)
+    assert policy.functions == [policy.derived.function]
+
+
 def test_images_are_for_the_module():
     policy = Acting(Module(lambda m, x: x.flatten(1)), WORLD, SHARDS, pytest.fail)
     policy(np.ones((2, 3, 4, 4), np.float32))

@@ -21,7 +21,7 @@ import ppo_ddp
 import sac_ddp
 from benchmark import plot, scaling, speed
 from benchmark import run as runner
-from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
+from benchmark.suites import REFERENCES, SCALES, SUITES, Suite, suite_of, work
 from common.errors import BadInput
 from runs import PATIENCE, ROOT, wait_until
 from runs import run as run_script
@@ -100,6 +100,19 @@ def test_every_command_is_accepted(suite):
             assert phases >= 10, f"{run.name}: {phases} auxiliary phases"
         assert run.env_id in SCALES
     assert all(env_id in SCALES for _, env_id in REFERENCES)
+
+
+def test_variants_are_apart_whatever_their_names(tmp_path):
+    """Of two variants with a part of their names in common, and two underscores, each is a curve of its own."""
+    works = [work("ppo_ddp.py", "CartPole-v1", f"--gamma 0.{x}", {1: (1, 2)}, f"lr1__mb{x}") for x in (2, 4)]
+    suite = Suite("mine", works, {}, {}, tmp_path, tmp_path)
+    (tmp_path / "mine").mkdir()
+    for run in runner.runs_of(suite):
+        path = tmp_path / "mine" / f"{run.name}.json"
+        path.write_text(json.dumps({"command": run.shown(tmp_path)}))
+        path.with_suffix(".csv").write_text("global_step,eval/episodic_return,time/wall\n8,1.0,1.0\n")
+    curves = plot.load(suite, tmp_path)
+    assert [curve.seeds for curve in curves.values()] == [[1, 2], [1, 2]]
 
 
 RUN = [sys.executable, "-m", "benchmark.run", "tiny.py", "--cores", "1", "--work", "work", "--results", "results"]

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
+from enum import StrEnum
 from types import SimpleNamespace
 
 import filelock
@@ -357,6 +359,29 @@ def test_a_removed_run_does_not_finish_the_next(tmp_path):
     (tmp_path / "finished").touch()
     continued(ppo_ddp, tmp_path, resume=False, checkpoint_every=0)
     assert rows(tmp_path) and not (tmp_path / "finished").exists()
+
+
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+@dataclass
+class MoreArgs(ppo_ddp.Args):
+    widths: tuple[int, ...] = (64, 64)
+    mode: Mode = Mode.FAST
+
+
+def test_flags_of_ones_own_that_json_has_no_type_for(tmp_path):
+    """A tuple and an Enum: the run goes on, model.pt is read, another value is refused."""
+    flags = SMALL | RUNS[ppo_ddp] | {"run_dir": str(tmp_path), "resume": True, "save_model": True}
+    ppo_ddp.main(MoreArgs(**flags))
+    before = rows(tmp_path)
+    (tmp_path / "finished").unlink()
+    with pytest.raises(BadInput, match="^--widths .*: must be .* to go on with"):
+        ppo_ddp.main(MoreArgs(**flags, widths=(64, 32)))
+    ppo_ddp.main(MoreArgs(**flags))
+    assert rows(tmp_path) == before
+    assert Run(0, "", "", tmp_path).model["args"]["widths"] == [64, 64]
 
 
 @pytest.mark.parametrize(

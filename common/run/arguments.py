@@ -118,10 +118,14 @@ class RunArgs:
     tensorboard: bool = False
     """log to TensorBoard too: `tensorboard --logdir runs` (needs tensorboard)"""
 
+    def as_json(self) -> dict[str, Any]:
+        """All flags as they are read back from config.json: a tuple as a list, a text's `Enum` as the text."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
     def experiment(self) -> dict[str, Any]:
         """The flags on which the numbers depend: the script's own, and of these the first group."""
         shared = {field.name for field in dataclasses.fields(RunArgs)} - set(GROUPS["experiment"].split())
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in shared}
+        return {name: value for name, value in self.as_json().items() if name not in shared}
 
     def __post_init__(self) -> None:
         """Check every field, a script's own too, against its annotation's range; and missing packages."""

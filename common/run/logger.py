@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import math
@@ -92,7 +91,7 @@ class Logger:
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
         sources, self.difference = source_record(file)
         environment = environment_record(self.world) | sources
-        self.record = {"script": file.stem, "args": dataclasses.asdict(args), "columns": list(self.columns)}
+        self.record = {"script": file.stem, "args": args.as_json(), "columns": list(self.columns)}
         self.record |= environment
         self.longer = False
         if self.resumed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ class Wandb:
                 name=run_dir.name,
                 group=f"{args.env_id}__{script}",  # the seeds of one experiment
                 tags=[script, f"processes-{environment['world_size']}"],
-                config=dataclasses.asdict(args) | environment,
+                config=args.as_json() | environment,
                 settings=wandb.Settings(finish_timeout=10.0),  # seconds; `wandb sync` sends the rest
             )
         except Exception as error:  # wandb's own, and those of its settings
