@@ -143,7 +143,8 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     difference.unlink(missing_ok=True)
     if (run_dir / "changes.diff").exists():  # git shows none for a script that it does not track
         shutil.copy(run_dir / "changes.diff", difference)
-    about = {"command": run.shown(run_dir), "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
+    command = run.shown(run.folder(Args.work))  # a record names no path of this machine
+    about = {"command": command, "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
     about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
     part = target / f"{run.name}.json.part"
     part.write_text(json.dumps(about, indent=2) + "\n")

@@ -147,7 +147,10 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
 
 
 def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
-    """Its sources are not those of the commit, and git shows no difference. That of an older record goes."""
+    """Its sources are not those of the commit, and git shows no difference. That of an older record goes.
+
+    The record does not say in which folder of the machine the run was.
+    """
     run = runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, 1, "")
     run_dir, results = tmp_path / "run", tmp_path / "results"
     run_dir.mkdir()
@@ -157,7 +160,9 @@ def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
     (run_dir / "config.json").write_text(json.dumps(dict.fromkeys(runner.KEPT, True)))
     (run_dir / "metrics.csv").write_text(f"{','.join(runner.RECORDED)}\n100,1,1,1,2,3\n")
     runner.record(run, run_dir, results, 3.0)
-    assert runner.recorded(run, results)["changed"] and not older.exists()
+    about = runner.recorded(run, results)
+    assert about["changed"] and not older.exists()
+    assert about["command"].endswith(f" --run-dir runs/benchmark/tiny/{run.name}")
 
 
 def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, capsys):
