@@ -216,11 +216,12 @@ def test_a_copied_script_runs(tmp_path):
 
 
 def test_help_names_every_flag(capsys):
-    """Each flag has its meaning."""
+    """Each flag has its meaning; what everybody sets stands first."""
     for script, module in ALL.items():
         with pytest.raises(SystemExit, match="^0$"):
             parse(module.Args, ["--help"])
         said = capsys.readouterr().out
+        assert re.findall(r"^\W (--[a-z-]+)", said, re.M)[:3] == ["--env-id", "--total-timesteps", "--num-envs"]
         sources = ((ROOT / name).read_text() for name in (script, "common/run/arguments.py"))
         source = "".join(text.split("def __post_init__")[0] for text in sources)
         for field in module.Args.__dataclass_fields__:

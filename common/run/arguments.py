@@ -64,7 +64,10 @@ PACKAGES_OF_FLAGS = {"track": "wandb", "tensorboard": "tensorboard", "capture_vi
 class RunArgs:
     """Flags of every script."""
 
-    # experiment
+    # experiment; the first three are explained, and have their defaults, in each script
+    env_id: str
+    total_timesteps: Whole
+    num_envs: Count
     env_kwargs: Json = "{}"
     """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     seed: Seed = 1
