@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import connection
 
 from common.errors import BadInput, Fault, peer_ended
@@ -42,10 +42,14 @@ class Watchdog:
         self._timeout = timeout
         self._next_arming = 0.0
         self.feed()
+        undo = ExitStack()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        undo.callback(os.close, writer)  # ends the thread
+        undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
+        for number in SIGNALS:
+            undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+        os.register_at_fork(after_in_child=undo.close)  # a process that an environment forks is no rank
         # a main thread that waits inside a collective runs no Python signal handler, so a thread reads what came
         listener = threading.Thread(target=self._listen, args=(reader,), daemon=True)
         listener.start()
@@ -56,10 +60,7 @@ class Watchdog:
                 raise SystemExit(128 + self.signum) from error  # rank 0 says why
             raise
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(previous_writer)
-            os.close(writer)  # ends the thread
+            undo.close()
             listener.join()
             self._next_arming = math.inf
             faulthandler.cancel_dump_traceback_later()

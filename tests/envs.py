@@ -1,7 +1,9 @@
 """Environments of the tests' own, made by `tests.envs:NAME`, as a user's are."""
 
+import multiprocessing
 import os
 import random
+import time
 
 import gymnasium as gym
 import numpy as np
@@ -27,6 +29,20 @@ class NotedCartPole(CartPoleEnv):
             with open(os.path.join(os.environ["LOCKSTEP_NOTES"], name), "w") as file:
                 file.write(f"{os.environ.get('RANK', 0)} {self.first_seed} {self.steps}")
         self.steps = 0
+        super().close()
+
+
+class HelpedCartPole(CartPoleEnv):
+    """Forks a process when it is made, and ends it when it is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True)
+        self.helper.start()
+
+    def close(self):
+        self.helper.terminate()
+        self.helper.join()
         super().close()
 
 
@@ -184,6 +200,7 @@ def turned(**kwargs):
 
 
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
+gym.register("HelpedCartPole-v0", HelpedCartPole, max_episode_steps=30)
 gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
 gym.register("NoisyPendulum-v0", NoisyPendulum, max_episode_steps=10)
 gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)

@@ -115,6 +115,7 @@ FAULTY_ENVIRONMENTS = [  # script, id, what is said, whether in the user's own t
     ("ppo", ":Large-v0 --no-norm-reward", "not finite", False),
     ("ppo", ":Exits-v0", "--env-id: an environment called sys.exit(3).", False),
     ("ppo", ":Raises-v0", 'KeyError: "the user\'s own fault"', True),
+    ("ppo", ":Leaves-v0", "no server", True),
     ("ppo", ":Raises-v0 --vectorization async", 'KeyError: "the user\'s own fault"', True),
 ]
 PPO_LAYERS = "[layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]"
@@ -225,6 +226,8 @@ class Wrong(gym.Env):
         self.action_space = gym.spaces.Discrete(2) if actions is None else actions
         Wrong.made += 1
         self.fault, self.at, self.steps = fault, at if fault != "evaluation" or Wrong.made > 4 else 0, 0
+        if fault == "leaves":
+            sys.exit("no server")
         if fault == "slow":
             (Path.home() / "begun").touch()
             time.sleep(1000)
@@ -271,6 +274,7 @@ for name, settings in {
     "Exits": {"fault": "exits"},
     "Empty": {"obs": gym.spaces.Box(-1, 1, (0,), np.float32)},
     "Slow": {"fault": "slow"},
+    "Leaves": {"fault": "leaves"},
 }.items():
     gym.register(f"{name}-v0", Wrong, kwargs=settings)
 

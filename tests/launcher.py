@@ -23,6 +23,11 @@ FIRST_NETWORK = {"Agent": "actor.bias", "QNetwork": "head.2.bias", "Actor": "lay
 NETWORKS = (*FIRST_NETWORK, "Critics")
 
 
+def stand_still() -> None:
+    open(os.environ["LOCKSTEP_NOTE"], "w").close()
+    time.sleep(1000)
+
+
 def perturb(module, rank: int, after: int, kind: str) -> None:
     """Arrange for `kind` to happen on `rank` when it has gathered `after` times."""
     here = int(os.environ.get("RANK", 0)) == rank
@@ -37,8 +42,7 @@ def perturb(module, rank: int, after: int, kind: str) -> None:
             if kind == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "hang":
-                open(os.environ["LOCKSTEP_NOTE"], "w").close()
-                time.sleep(1000)
+                stand_still()
             if kind == "parameter":
                 with torch.no_grad():
                     dict(networks[0].named_parameters())[name][1] += 1e-7

@@ -54,6 +54,16 @@ def test_explained_variance_by_hand(monkeypatch):
     assert column == {"losses/explained_variance": pytest.approx(expected.item(), rel=1e-9)}
 
 
+def test_equal_returns_have_no_explained_variance(monkeypatch):
+    """Although advantages and values, in float32, make them unequal by rounding."""
+    world = World(False, 2)
+    monkeypatch.setattr(world, "gather_shards", np.asarray)
+    values = torch.randn(2, 50)
+    advantages = 100.0 - values
+    assert len((advantages.double() + values.double()).unique()) > 1
+    assert explained_variance(list(zip(advantages, values, strict=True)), world) == {}
+
+
 @pytest.mark.parametrize("atari", [True, False])
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
 def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, monkeypatch):

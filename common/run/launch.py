@@ -41,6 +41,8 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
         print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     except SystemExit as error:  # tyro's, or the end after a signal
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr, flush=True)
         time.sleep(patience if rank and code == 2 else 0)
     except KeyboardInterrupt:
         code = 130
@@ -48,7 +50,8 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
         code = 1
         if peer_ended(error):
             print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
-            time.sleep(patience)  # torchrun names the first rank to end as the cause: let that be the other
+            # torchrun names the first rank to end as the cause: let that be the other, which may sleep too
+            time.sleep(patience + 10)
         else:
             traceback.print_exc()
     end_now(code)
