@@ -114,7 +114,7 @@ def compare_rows(a: Curve, b: Curve) -> Iterator[str]:
             by = "" if "" in (x[name], y[name]) else f", {gap(x[name], y[name]):.1e} of it"
             rest = f", and {len(different) - 1} more columns" if different[1:] else ""
             yield f"they part in row {number}, step {int(x['global_step']):,}: {name} is {cells}{by}{rest}"
-        if agreed and any(gap(x[name], y[name]) > AGREE for name in different):
+        if agreed and any(not gap(x[name], y[name]) <= AGREE for name in different):  # NaN agrees with nothing
             agreed = False
             where = f"up to step {int(step):,}" if number > 1 else "in no row"
             yield f"all columns agree to {AGREE:g} {where}"
@@ -163,7 +163,7 @@ def why_not_the_same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     x, y = ({name: r[name] for name in names if name in r} | r.get("versions", {}) for r in (a, b))
     found = [f"{name} {x[name]} against {y[name]}" for name in x if name in y and x[name] != y[name]]
     sizes = [r.get("world_size") for r in (a, b)]
-    if sizes[0] != sizes[1] and a.get("args", {}).get("shards") is None:
+    if None not in sizes and sizes[0] != sizes[1] and a.get("args", {}).get("shards") is None:
         found.append(f"{sizes[0]} against {sizes[1]} processes without --shards")
     return found
 
@@ -189,7 +189,9 @@ def main(args: Args) -> int:
     print(*found, sep="\n", end="\n" if found else "")
     differences = list(compare_records(a.record, b.record))
     if differences:
-        print("their records differ:", *differences, sep="\n    ")
+        recorded = not (args.run.is_dir() and args.other.is_dir())
+        defaults = " (flags that a recorded curve's command does not name: today's defaults)" if recorded else ""
+        print(f"their records differ{defaults}:", *differences, sep="\n    ")
     elif a.record and b.record:
         print("their records do not differ in what numbers depend on")
     return 1 if found else 0

@@ -158,6 +158,25 @@ def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
     assert told(capsys, recorded / "a", d)[0] == 0
 
 
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_number_that_is_not_finite_agrees_with_nothing(number, recorded, tmp_path, capsys):
+    b = changed_copy(recorded, tmp_path / "b", 4, "losses/value_loss", lambda x: number)
+    code, said = told(capsys, recorded / "a", b)
+    assert code == 1 and "they part in row 5, step 128: " in said
+    assert "all columns agree to 0.001 up to step 96\n" in said
+
+
+def test_a_shorter_run_is_not_the_same_bytes(recorded, tmp_path, capsys):
+    """Nor is one whose last line is cut off; and without records, nothing is said of them."""
+    text = (recorded / "a" / "metrics.csv").read_text()
+    *rows, last = text.splitlines(keepends=True)
+    for name, end, fault in (("short", "", "(13 rows against 12)"), ("torn", last[:-3], "its last line is cut off")):
+        (tmp_path / f"{name}.csv").write_text("".join(rows) + end)
+        code, said = told(capsys, recorded / "a", tmp_path / name)
+        assert code == 1 and fault in said and "ends at step 320, " in said
+        assert "the same bytes" not in said and "not to be expected" not in said
+
+
 def test_the_row_before_learning_changes_no_other(tmp_path, recorded):
     """The rows of a run without evaluations are those of one with."""
     ppo_ddp.main(ppo_ddp.Args(**SMALL | {"eval_every": 0}, run_dir=str(tmp_path / "b")))
