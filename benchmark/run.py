@@ -177,11 +177,11 @@ def progress(run_dir: Path) -> float:
 def seconds_left(waiting: list[Run], active: dict[Run, tuple], durations: dict[str, float], args: Args) -> float | None:
     """Estimate for all, as if the cores stayed full; None until something is known."""
     rates, parts = dict(durations), {run: 1.0 for run in waiting}
-    for run, (_, start, *_) in active.items():
+    for run, (_, start, _, before) in active.items():
         done = progress(run.folder(args.work))
         parts[run] = 1.0 - done
-        if done > 0.02:
-            rates.setdefault(run.work, (time.monotonic() - start) / done)
+        if done - before > 0.02:
+            rates.setdefault(run.work, (time.monotonic() - start) / (done - before))
     if not rates:
         return None
     mean = sum(rates.values()) / len(rates)
@@ -258,14 +258,14 @@ def main(args: Args) -> int:
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
-            active[run] = (process, time.monotonic(), log)
+            active[run] = (process, time.monotonic(), log, progress(run_dir))  # of an earlier start, if it goes on
         time.sleep(0.2)
         if stopped and not ending:
             ending = True
             print(f"ending {len(active)} runs", flush=True)
             for process, *_ in active.values():
                 process.terminate()
-        for run, (process, start, log) in list(active.items()):
+        for run, (process, start, log, _) in list(active.items()):
             if process.poll() is None:
                 continue
             seconds, state = time.monotonic() - start, f"FAILED with code {process.returncode}"
@@ -273,7 +273,7 @@ def main(args: Args) -> int:
             del active[run]
             if process.returncode == 0:
                 record(run, run.folder(args.work), args.results, seconds)
-                durations[run.work], state = seconds, "done"
+                durations[run.work], state = recorded(run, args.results)["seconds"], "done"
                 done += 1
             elif ending:
                 state = "ended"

@@ -134,6 +134,7 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
     words = json.loads((run_dir / "config.json").read_text())["command"].split()
     assert runner.started_by(words, run_dir, ROOT / "ppo_ddp.py")
     assert not runner.started_by([*words[:-2], "--gamma", "0.9", *words[-2:]], run_dir, ROOT / "ppo_ddp.py")
+    assert not runner.started_by(words, run_dir, ROOT / "ppg_ddp.py")  # other code
     process = subprocess.Popen(RUN, **about)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and f"{name} done in" in output, output
@@ -144,6 +145,15 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
     assert [row["charts/episodic_return"] for row in rows] == [row["charts/episodic_return"] for row in calm.rows]
     record = json.loads((tmp_path / "results" / "tiny" / f"{name}.json").read_text())
     assert "--resume" in record["command"] and record["seconds"] >= float(rows[-1]["time/wall"]) - 0.1
+
+
+def test_the_time_left_counts_what_this_start_did(monkeypatch):
+    """A run that went on at 0.5 and is at 0.6 after 20 seconds needs 80 more, and the next seed 200, on one core."""
+    run, next_seed = (runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, seed, "") for seed in (1, 2))
+    monkeypatch.setattr(runner, "progress", lambda run_dir: 0.6)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: 120.0)
+    active = {run: (None, 100.0, None, 0.5)}
+    assert runner.seconds_left([next_seed], active, {}, runner.Args("tiny", cores=1)) == pytest.approx(280)
 
 
 def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
