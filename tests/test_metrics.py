@@ -8,6 +8,7 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
+from common.acting import Acting
 from common.distributed import World
 from common.environments import Environments
 from common.normalization import explained_variance
@@ -82,6 +83,99 @@ def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, 
     with pytest.raises(InterruptedError):
         module.main(args)
     assert len(learned) > 2 and (set(learned) == {-1.0, 1.0}) == atari
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
+def test_what_ppo_and_ppg_learn_from(module, tmp_path, monkeypatch):
+    """Actions as they were sampled, not as the environment took them; and moments of all of an iteration.
+
+    Those of observations as they are, those of rewards from the discounted sums since the episode's start.
+    """
+    sample, learning_batch, update = module.Agent.sample, module.learning_batch, module.RunningMoments.update
+    sampled, rollouts, moments = [], [], {(): [], (3,): []}
+
+    def noted_sample(*args):
+        sampled.append(sample(*args))
+        return sampled[-1]
+
+    def noted_rollout(*args):
+        rollouts.append({name: np.array(x) for name, x in args[3]._asdict().items() if isinstance(x, np.ndarray)})
+        return learning_batch(*args)
+
+    def noted_update(self, parts, world):
+        moments[self.shape] += [np.array(x) for x in parts]
+        update(self, parts, world)
+
+    monkeypatch.setattr(module.Agent, "sample", noted_sample)
+    monkeypatch.setattr(module, "learning_batch", noted_rollout)
+    monkeypatch.setattr(module.RunningMoments, "update", noted_update)
+    sizes = {"num_envs": 2, "num_steps": 120, "total_timesteps": 480, "num_minibatches": 4, "norm_obs": True}
+    more = {"env_id": "Pendulum-v1", "eval_every": 0, "cuda": False, "run_dir": str(tmp_path), "gamma": 0.5}
+    module.main(module.Args(**sizes | more | ({"aux_epochs": 0} if module is ppg_ddp else {})))
+
+    actions = np.concatenate([x["actions"] for x in rollouts])
+    assert np.array_equal(actions, sampled) and np.abs(actions).max() > 2.0  # what Pendulum takes at most
+    assert np.array_equal(moments[3,], [x["obs"] for x in rollouts]) and np.abs(moments[3,]).max() > 2.0
+    rewards = np.concatenate([x["rewards"] for x in rollouts])
+    sums = np.zeros_like(rewards)
+    for step, reward in enumerate(rewards):  # episodes end after 200 steps
+        sums[step] = reward + (0.5 * sums[step - 1] if step % 200 else 0.0)
+    np.testing.assert_allclose(np.concatenate(moments[()]), sums, rtol=1e-12)
+
+
+@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
+def test_what_advantages_are_normalised_over(module, tmp_path, monkeypatch):
+    """Mean 0 and deviation 1: with `batch` all of an epoch, with `minibatch` each minibatch, with `none` neither."""
+    forward = module.PPOLoss.forward
+    sizes = {"num_steps": 32, "total_timesteps": 128, "update_epochs": 1, "eval_every": 0, "cuda": False}
+    sizes |= {"aux_epochs": 0} if module is ppg_ddp else {}
+    for norm_adv, batch_is, minibatch_is in (("batch", True, False), ("minibatch", True, True), ("none", False, False)):
+        seen = []
+
+        def noted(self, mb, seen=seen):
+            seen.append(mb.advantages)
+            return forward(self, mb)
+
+        monkeypatch.setattr(module.PPOLoss, "forward", noted)
+        module.main(module.Args(**sizes, norm_adv=norm_adv, run_dir=str(tmp_path / norm_adv)))
+        assert len(seen) == 4
+        for x, normalised in ((torch.cat(seen), batch_is), (seen[0], minibatch_is), (seen[3], minibatch_is)):
+            assert (abs(x.mean()) < 1e-5 and abs(x.std() - 1) < 0.02) == normalised, norm_adv
+
+
+def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch):
+    """Where the greedy action is always 1 of two, and epsilon 0.5, a quarter of the actions are 0."""
+    add, taken = dqn_ddp.ReplayBuffer.add, []
+
+    def noted(self, actions, *args):
+        taken.extend(actions)
+        add(self, actions, *args)
+
+    monkeypatch.setattr(dqn_ddp.ReplayBuffer, "add", noted)
+    monkeypatch.setattr(Acting, "__call__", lambda self, obs: np.tile([0.0, 1.0], (len(obs), 1)))
+    sizes = {"total_timesteps": 4000, "learning_starts": 3900, "start_e": 0.5, "end_e": 0.5, "eval_every": 0}
+    dqn_ddp.main(dqn_ddp.Args(**sizes, cuda=False, run_dir=str(tmp_path)))
+    assert len(taken) == 4000 and np.mean(np.equal(taken, 0)) == pytest.approx(0.25, abs=0.03)
+
+
+def test_each_optimiser_of_sac_has_its_rate_and_its_steps(tmp_path, monkeypatch):
+    """20 updates of the critics; after each second one, two of the actor with the temperature."""
+    rates, step = {}, torch.optim.Adam.step
+
+    def noted(self, *args, **kwargs):
+        for group in self.param_groups:
+            for x in group["params"]:
+                rates.setdefault(x, []).append(group["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    sizes = {"num_envs": 2, "total_timesteps": 80, "learning_starts": 40, "train_frequency": 2, "batch_size": 8}
+    more = {"policy_lr": 1e-3, "q_lr": 2e-3, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
+    sac_ddp.main(sac_ddp.Args(**sizes, **more, env_id="Pendulum-v1"))
+    # the critics' first layers read an observation of 3 numbers and an action of 1, the actor's an observation
+    first_layers = {x.shape[1]: its_rates for x, its_rates in rates.items() if x.shape[:1] == (256,) and x.ndim == 2}
+    assert first_layers[4] == [2e-3] * 20 and first_layers[3] == [1e-3] * 20
+    assert sorted(rates.values()) == 6 * [[1e-3] * 20] + 13 * [[2e-3] * 20]  # temperature: as the critics
 
 
 OTHERS = {"env_id", "num_envs", "total_timesteps", "num_steps", "log_every", "life_loss", "network", "scale_pixels"}
