@@ -64,7 +64,7 @@ def draw(runs: dict[str, Curve]) -> Figure:
     for axis in axes[len(columns) :]:
         axis.remove()
     figure.supxlabel("environment transitions", fontsize=9)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False, ncols=2)
+    figure.legend(axes[0].lines, runs, loc="outside upper left", frameon=False, ncols=2)
     return figure
 
 

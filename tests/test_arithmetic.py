@@ -230,7 +230,7 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
     envs.close()
 
 
-@pytest.mark.parametrize("change", ["weight", "moment", "generator", "missing", "extra"])
+@pytest.mark.parametrize("change", ["weight", "moment", "generator", "normaliser", "missing", "extra"])
 def test_every_kind_of_state_is_compared(change, monkeypatch):
     """`check_equal` names what differs on rank 1, be it of a network, an optimiser, a generator, or there alone."""
 
@@ -249,7 +249,10 @@ def test_every_kind_of_state_is_compared(change, monkeypatch):
         if changed == "missing":
             del optimizer.state[network.bias]
         other = {"other": 1.0} if changed == "extra" else {}
-        return {"network": network, "optimizer": optimizer, "generator": generator} | other
+        normaliser = RunningMoments((2,))
+        normaliser.update([np.array([[1.0, 2.0], [3.0, 4.0 + 1e-9 * (changed == "normaliser")]])], World())
+        state = {"network": network, "optimizer": optimizer, "generator": generator, "normaliser": normaliser}
+        return state | other
 
     world, tables = World(), []
     world.world_size = 2
@@ -257,7 +260,7 @@ def test_every_kind_of_state_is_compared(change, monkeypatch):
     check_equal(0, state(change), world)
     monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, tables[0]])
     named = {"weight": "network.*weight", "moment": "optimizer.*state.*1.*exp_avg", "generator": "generator"}
-    named |= {"missing": "optimizer.*state.*1.*step", "extra": "other"}
+    named |= {"normaliser": "normaliser", "missing": "optimizer.*state.*1.*step", "extra": "other"}
     with pytest.raises(Fault, match=rf"step 7: \S*{named[change]}\S* on rank 1"):
         check_equal(7, state(), world)
 

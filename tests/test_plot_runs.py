@@ -58,9 +58,16 @@ def test_labels_are_the_directories_names(tmp_path, monkeypatch, capsys):
     assert Path("one/a/curves.png").read_bytes().startswith(b"\x89PNG")
     plot_runs.main(plot_runs.Args((paths[0], paths[2]), Path("both.svg")))
     assert capsys.readouterr().out == "drew one/a, two/a in both.svg\n" and "<svg" in Path("both.svg").read_text()
+
     monkeypatch.chdir(paths[1])
     plot_runs.main(plot_runs.Args((Path("."),)))
     assert capsys.readouterr().out == "drew b in curves.png\n"
+
+
+def test_the_legend_names_each_run(tmp_path):
+    """Also one whose name matplotlib would hide."""
+    figure = plot_runs.draw({name: compare.load(write(tmp_path / name, ROWS)) for name in ("_a", "b")})
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_a", "b"]
 
 
 def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):
