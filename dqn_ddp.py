@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -193,7 +192,8 @@ class TDLoss(nn.Module):
         with torch.no_grad():
             next_target_q = self.target_network(batch.next_obs)
             next_q = self.q_network(batch.next_obs) if self.double_q else next_target_q
-            td_target = compute_td_target(batch.rewards, batch.discounts, next_target_q, next_q)
+            best = next_q.argmax(1, keepdim=True)
+            td_target = batch.rewards + batch.discounts * next_target_q.gather(1, best).squeeze(1)
         old_val = self.q_network(batch.obs).gather(1, batch.actions.unsqueeze(1)).squeeze(1)
         loss = (batch.weights * self.td_loss(old_val, td_target, reduction="none")).sum() * self.scale
         stats = {"td_loss": loss, "q_values": old_val.sum() * self.scale, "td_errors": old_val - td_target}
@@ -243,17 +243,6 @@ def linear_schedule(start: float, end: float, fraction: float) -> float:
     return start + (end - start) * min(fraction, 1.0)
 
 
-def compute_td_target(
-    rewards: torch.Tensor, discounts: torch.Tensor, next_target_q: torch.Tensor, next_q: torch.Tensor
-) -> torch.Tensor:
-    """rewards, discounts (b,) + the target network's values (b, n) of what follows -> targets (b,).
-
-    The action is the best by `next_q` (b, n): by the target network, or by the online one (double Q).
-    """
-    best = next_q.argmax(1, keepdim=True)
-    return rewards + discounts * next_target_q.gather(1, best).squeeze(1)
-
-
 COLUMNS = ("charts/epsilon", "losses/td_loss", "losses/q_values")
 
 
@@ -281,7 +270,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # so that it does not repeat the initial weights' numbers
+    seed = int(torch.randint(2**62, ()))  # with --seed itself it would repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
     num_actions = int(envs.single_action_space.n)
     q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network, args.scale_pixels)
@@ -302,19 +291,18 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """Greedy actions for evaluation."""
         return policy.by_module(obs).argmax(-1)
 
-    # flags that change something, and in which part of the run (True: all); it may be made longer only after that
+    # schedules, and the part of the run that each takes (True: all); --resume takes a larger --total-timesteps after it
     run.load_or_start(  # collective
         act, budget, anneal_lr=args.anneal_lr, exploration_fraction=args.exploration_fraction, per_beta=args.prioritized
     )
     experience = collect(args, run, rb, policy, generator)
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        rollout_start = time.perf_counter()
+        run.means.lap()
         epsilon = next(experience)
-        update_start = time.perf_counter()
+        run.means.lap("time/rollout")
 
         # the updates that fell due in this vector step; `run.global_step` is that of the step before
-        done = run.global_step // args.train_frequency
-        updates = range(done + 1, global_step // args.train_frequency + 1)
+        updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
         fraction = 1.0 - run.global_step / budget if args.anneal_lr else 1.0
         smallest = max(args.learning_starts, args.num_envs * args.n_step)
         if updates and global_step > smallest:  # the buffer holds complete transitions
@@ -336,8 +324,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
                 if crossed(args.target_network_frequency, trained - args.train_frequency, trained):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-        run.means.seconds["time/rollout"] += update_start - rollout_start
-        run.means.seconds["time/update"] += time.perf_counter() - update_start
+        run.means.lap("time/update")
 
         if run.row_due(global_step, args.log_every):  # collective
             row = run.means.row()  # collective

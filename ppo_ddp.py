@@ -30,7 +30,6 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -278,7 +277,7 @@ def learning_batch(
         actions = run.upload(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
         features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
         logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
-        # in parts, for memory, as in ppg_ddp.py, whose value network has a trunk for images
+        # in parts, as in ppg_ddp.py, which needs that for memory, and both have the same bits
         chunks = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
         values = torch.cat([agent.value(*chunk) for chunk in chunks])
         last_obs = np.stack([*rollout.next_obs, *rollout.final_obs])
@@ -404,8 +403,7 @@ COLUMNS = (
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
     with open_environments(args, (gym.spaces.Discrete, gym.spaces.Box), args.life_loss) as envs:
-        space = envs.single_observation_space
-        image = len(space.shape) == 3
+        image = len(envs.single_observation_space.shape) == 3
         args.require(not args.norm_obs or not image, "norm_obs", "left off for image observations")
         args.require(args.network == "auto" or image, "network", "left off for vector observations")
         with open_run(args, __file__, COLUMNS, envs) as run:  # collective
@@ -421,7 +419,7 @@ def train(args: Args, run: Run) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # so that it does not repeat the initial weights' numbers
+    seed = int(torch.randint(2**62, ()))  # with --seed itself it would repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
@@ -440,7 +438,7 @@ def train(args: Args, run: Run) -> None:
         """Greedy actions for evaluation, by the module itself."""
         return agent.mode(policy.by_module(obs_moments.normalized(obs)))
 
-    # a resumed run may be made longer, unless the learning rate falls
+    # --resume takes a larger --total-timesteps, except with --anneal-lr
     run.load_or_start(act, num_iterations * batch_size, anneal_lr=args.anneal_lr)  # collective
     experience = collect(args, run, agent, policy, generator, obs_moments)
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
@@ -448,12 +446,12 @@ def train(args: Args, run: Run) -> None:
         for group in optimizer.param_groups:
             start = group.setdefault("initial_lr", group["lr"])  # checkpoints keep it
             group["lr"] = fraction * start
-        rollout_start = time.perf_counter()
+        run.means.lap()
         rollouts = next(experience)
         return_moments.update([x.reward_sums for x in rollouts], world)  # collective
         batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
         obs_moments.update([x.obs for x in rollouts], world)  # collective; for the next rollout
-        update_start = time.perf_counter()
+        run.means.lap("time/rollout")
 
         # update; every process draws for all environments, as in `collect`
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
@@ -480,10 +478,8 @@ def train(args: Args, run: Run) -> None:
                 kls.append([x["approx_kl"] for x in stats])
             if args.target_kl is not None and run.mean_over_ranks(kls) > args.target_kl:  # collective
                 break
-        update_end = time.perf_counter()
+        run.means.lap("time/update")
 
-        run.means.seconds["time/rollout"] += update_start - rollout_start
-        run.means.seconds["time/update"] += update_end - update_start
         row = run.means.row()  # collective
         row["charts/learning_rate"] = fraction * args.learning_rate
         row["losses/epochs"] = epoch + 1

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -136,7 +135,7 @@ class Actor(nn.Module):
         high = action_space.high.astype(np.float64).ravel()
         self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(device)  # means and squashed log standard deviations
         options = {"dtype": torch.get_default_dtype(), "device": device}
-        self.scale = torch.tensor((high - low) / 2, **options)  # not buffers: those DDP would broadcast at each step
+        self.scale = torch.tensor((high - low) / 2, **options)  # no buffers, which DDP would broadcast at each step
         self.bias = torch.tensor((high + low) / 2, **options)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +186,8 @@ class CriticLoss(nn.Module):
             next_actions, next_logprob = actor(batch.next_obs, next_noise)
             min_qf_next = torch.minimum(*self.critics_target(batch.next_obs, next_actions))
             alpha = log_alpha.exp()
-            td_target = compute_td_target(batch.rewards, batch.discounts, min_qf_next, next_logprob, alpha)
+            soft_value = min_qf_next - alpha * next_logprob  # arXiv:1812.05905 eq. 3
+            td_target = batch.rewards + batch.discounts * soft_value
         qf = self.critics(batch.obs, batch.actions)  # (2, b)
         delta = qf - td_target
         qf_losses = (batch.weights * delta**2).sum(1) * self.scale
@@ -251,25 +251,6 @@ def collect(
         yield
 
 
-# ALGO LOGIC: pure helpers
-
-
-def linear_schedule(start: float, end: float, fraction: float) -> float:
-    """From `start` at fraction 0 to `end` at 1, and `end` after."""
-    return start + (end - start) * min(fraction, 1.0)
-
-
-def compute_td_target(
-    rewards: torch.Tensor,  # (b,), and so all below but the temperature
-    discounts: torch.Tensor,
-    min_qf_next_target: torch.Tensor,
-    next_logprob: torch.Tensor,
-    alpha: torch.Tensor,
-) -> torch.Tensor:
-    """The reward and the discounted soft value of what follows (arXiv:1812.05905 eq. 3): targets (b,)."""
-    return rewards + discounts * (min_qf_next_target - alpha * next_logprob)
-
-
 COLUMNS = (
     *("losses/qf_loss", "losses/qf1_loss", "losses/qf2_loss", "losses/qf1_values", "losses/qf2_values"),
     *("losses/actor_loss", "losses/alpha_loss", "losses/alpha"),
@@ -280,8 +261,7 @@ def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
     with open_environments(args, (gym.spaces.Box,)) as envs:
         obs_space, action_space = envs.single_observation_space, envs.single_action_space
-        vector = len(obs_space.shape) == 1
-        args.require(vector, "env_id", "an environment with vector observations, not images")
+        args.require(len(obs_space.shape) == 1, "env_id", "an environment with vector observations, not images")
         low, high = action_space.low, action_space.high
         bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
         needed = f"an environment whose actions have distinct bounds, within -1e6 and 1e6, not {action_space}"
@@ -301,7 +281,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
-    seed = int(torch.randint(2**62, ()))  # so that it does not repeat the initial weights' numbers
+    seed = int(torch.randint(2**62, ()))  # with --seed itself it would repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
     actor = Actor(*spaces, run.device)
     critics = Critics(*spaces).to(run.device)
@@ -338,19 +318,18 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         """The actions of the means, for evaluation."""
         return policy.by_module(obs, np.zeros((len(obs), len(actor.scale)), default_float()))
 
-    # a resumed run may be made longer, unless --per-beta rises
+    # --resume takes a larger --total-timesteps, except with --prioritized, whose --per-beta rises
     run.load_or_start(act, budget, per_beta=args.prioritized)  # collective
     experience = collect(args, run, rb, actor, policy, generator)
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        rollout_start = time.perf_counter()
+        run.means.lap()
         next(experience)
-        update_start = time.perf_counter()
+        run.means.lap("time/rollout")
 
         # the updates that fell due in this vector step; `run.global_step` is that of the step before
-        done = run.global_step // args.train_frequency
-        updates = range(done + 1, global_step // args.train_frequency + 1)
+        updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
         if updates and global_step > max(args.learning_starts, args.num_envs):  # the buffer holds complete transitions
-            beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
+            beta = args.per_beta + (1.0 - args.per_beta) * (global_step / budget)
             for k in updates:
                 batches = rb.sample(args.batch_size, generator, beta)  # collective
                 next_noise = draw_noise(batches)
@@ -372,8 +351,7 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
                 if crossed(args.target_network_frequency, trained - args.train_frequency, trained):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-        run.means.seconds["time/rollout"] += update_start - rollout_start
-        run.means.seconds["time/update"] += time.perf_counter() - update_start
+        run.means.lap("time/update")
 
         if run.row_due(global_step, args.log_every):  # collective
             row = run.means.row()  # collective

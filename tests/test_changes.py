@@ -29,7 +29,7 @@ TERM = "        activity = (features**2).mean()\n"
 TERM += LOSS.replace("\n", " + 0.01 * activity\n")
 ANNEAL = LOSS.replace("args.ent_coef", "self.ent_coef")
 MADE = "    loss_fn = PPOLoss(agent, args)\n"
-SET = "        rollout_start = time.perf_counter()\n"
+SET = "        run.means.lap()\n"
 
 CHANGES = {
     "AdamW": ("ppo", (ADAM, ADAM.replace("Adam(", "AdamW(").replace("fused=True", "weight_decay=0.1"))),

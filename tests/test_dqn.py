@@ -39,8 +39,13 @@ def test_targets_by_hand():
     """Rewards 1 and 2, discounts 0.5 and 0: the target network's best, and its value of the online network's best."""
     rewards, discounts = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
     target_q, online_q = torch.tensor([[4.0, 8.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    assert dqn_ddp.compute_td_target(rewards, discounts, target_q, target_q).tolist() == [5.0, 2.0]
-    assert dqn_ddp.compute_td_target(rewards, discounts, target_q, online_q).tolist() == [3.0, 2.0]
+    parts = {"rewards": rewards, "discounts": discounts, "next_obs": online_q, "weights": torch.ones(2)}
+    parts |= {"obs": torch.zeros(2, 2), "actions": torch.tensor([0, 1]), "positions": None, "indices": None}
+    for double_q, expected in ((False, [5.0, 2.0]), (True, [3.0, 2.0])):
+        args = dqn_ddp.Args(double_q=double_q)
+        loss = dqn_ddp.TDLoss(nn.Identity(), lambda obs: target_q, args, 1)  # values of 0 now
+        _, stats = loss(Batch(**parts))
+        assert (-stats["td_errors"]).tolist() == expected
 
 
 def test_dueling_values_by_hand():

@@ -98,15 +98,15 @@ def test_beta_rises_to_one(module, tmp_path, monkeypatch):
 @pytest.mark.parametrize("module", [sac_ddp, dqn_ddp])
 def test_no_tensor_is_kept_from_step_to_step(module, tmp_path, monkeypatch):
     """Between two rows as many tensors live as 32 updates before: small ones that stay fragment the heap (glibc)."""
-    compute_td_target, counts = module.compute_td_target, []
+    sample, counts = module.ReplayBuffer.sample, []
 
-    def count(*tensors):
+    def count(*args):
         if len(counts) in (7, 39):
             gc.collect()
         counts.append(len(counts) in (7, 39) and sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
-        return compute_td_target(*tensors)
+        return sample(*args)
 
-    monkeypatch.setattr(module, "compute_td_target", count)
+    monkeypatch.setattr(module.ReplayBuffer, "sample", count)
     flags = {"learning_starts": 40, "total_timesteps": 80, "batch_size": 8, "eval_every": 0, "cuda": False}
     module.main(module.Args(**flags, train_frequency=1, log_every=10**6, run_dir=str(tmp_path / "run")))
     assert len(counts) == 40 and counts[39] == counts[7]
@@ -114,8 +114,16 @@ def test_no_tensor_is_kept_from_step_to_step(module, tmp_path, monkeypatch):
 
 def test_targets_by_hand():
     """r + discount (min Q - alpha log pi): 1 + 0.5 (4 - 0.2 * -10) and, terminated, 2."""
-    columns = torch.tensor([[1.0, 0.5, 4.0, -10.0], [2.0, 0.0, 4.0, -10.0]]).T
-    assert sac_ddp.compute_td_target(*columns, torch.tensor(0.2)).tolist() == [4.0, 2.0]
+    parts = dict.fromkeys(Batch._fields) | {"rewards": torch.tensor([1.0, 2.0]), "weights": torch.ones(2)}
+    batch = Batch(**parts | {"discounts": torch.tensor([0.5, 0.0])})
+    networks = {
+        "critics": lambda *_: torch.zeros(2, 2),  # values of 0 now
+        "critics_target": lambda *_: torch.tensor([[4.0, 4.0], [9.0, 9.0]]),
+        "actor": lambda *_: (None, torch.tensor(-10.0)),
+    }
+    loss = sac_ddp.CriticLoss(**networks, log_alpha=torch.tensor(0.2).log(), scale=1.0)
+    _, stats = loss(batch, None)
+    assert stats["td_errors"].tolist() == pytest.approx([4.0, 2.0])
 
 
 def test_losses_by_hand(float64):

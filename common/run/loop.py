@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,19 +42,27 @@ COLUMNS_OF_ALL = (
 class Means:
     """Means, over the updates since the last row, of what losses report by name; and times.
 
-    `seconds`: by column, for the script to add to. A row shows the slowest process's.
+    `seconds`: by column. A row shows the slowest process's.
     """
 
     def __init__(self, envs: Environments) -> None:
         self.envs = envs
         self.world = envs.world
+        self.lap_start = 0.0
         self._clear()
 
     def _clear(self) -> None:
-        self.seconds = {"time/rollout": 0.0, "time/update": 0.0}
+        self.seconds: Counter[str] = Counter()
         self.sums: list[Counter[str]] = [Counter() for _ in self.envs.shards]
         self.counts: Counter[str] = Counter()
         self.waiting: list[list[dict[str, torch.Tensor]]] = []  # what is not yet in the sums
+
+    def lap(self, column: str | None = None) -> None:
+        """Add the seconds since the last call to a column, or to none."""
+        now = time.perf_counter()
+        if column is not None:
+            self.seconds[column] += now - self.lap_start
+        self.lap_start = now
 
     def add(self, stats: list[dict[str, torch.Tensor]]) -> None:
         """Add what a loss returned for each shard here, by name: means over its samples, or a number for each."""
