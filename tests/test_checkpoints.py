@@ -28,7 +28,7 @@ import sac_ddp
 from common.environments import Environments, make_envs
 from common.errors import BadInput, Fault
 from common.replay import ReplayBuffer
-from common.run import logger
+from common.run import logger, loop
 from common.run.arguments import MAY_CHANGE_ON_RESUME, RunArgs
 from common.run.checkpoint import Checkpoints
 from common.run.logger import Logger
@@ -162,6 +162,27 @@ def test_where_no_checkpoint_can_be_read_the_rows_stay(interrupted, tmp_path):
         cut(folder / "state.pt")
     before = content(run_dir)
     with pytest.raises(BadInput, match="^--resume: .* holds no checkpoint that can be read; name another --run-dir"):
+        continued(ppo_ddp, run_dir)
+    assert content(run_dir) == before
+
+
+class EditedAgent(ppo_ddp.Agent):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.more = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize("name", ["agent", "mine"])
+def test_what_an_edited_script_registers_is_refused_by_name(name, interrupted, tmp_path, monkeypatch):
+    """A network with another layer; a tensor that the checkpoint lacks. The rows stay."""
+    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    before = content(run_dir)
+    register = loop.Run.register
+    if name == "agent":
+        monkeypatch.setattr(ppo_ddp, "Agent", EditedAgent)
+    else:
+        monkeypatch.setattr(loop.Run, "register", lambda self, **state: register(self, **state, mine=torch.zeros(2)))
+    with pytest.raises(BadInput, match=rf"^--run-dir \S*: does not fit what this script registers as {name} \("):
         continued(ppo_ddp, run_dir)
     assert content(run_dir) == before
 

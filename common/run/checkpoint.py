@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from common.distributed import World
-from common.errors import BadInput, flag, one_line, require
+from common.errors import BadInput, Fault, flag, one_line, require
 from common.run.arguments import RunArgs
 from common.run.logger import Logger, for_model
 from common.run.record import changes
@@ -102,7 +102,13 @@ class Checkpoints:
             needed = f"{planned} to go on with {folder}, because {flag(name)} changes until transition {math.ceil(end)}"
             require(total == planned or end <= global_step, "--total-timesteps", total, needed)
         for name, value in self.state.items():
-            restore(value, state[name])
+            try:
+                restore(value, state[name])
+            except Fault:  # the logger's
+                raise
+            except (RuntimeError, LookupError, ValueError) as error:  # of a network that was edited, say
+                fault = f"does not fit what this script registers as {name} ({one_line(error)})"
+                raise BadInput(f"--run-dir {folder}: {fault}; name another.") from error
         if self.replay is not None:
             for index, shard in enumerate(self.world.shards):
                 self.replay.load_shard(index, load(folder / f"replay-{shard}", mmap=True))
