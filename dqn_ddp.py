@@ -8,9 +8,8 @@ To use it in a project of your own, copy this file and `common/`.
 
 A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
 round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
-that results are the same, and a process may hold several. Without it, each process is one shard.
-In `train`, `batches` and `stats` are lists with an entry for each shard of this process. Every process must
-reach the lines marked `# collective`, in the same order.
+that results are the same; `run.backward` does this. A sample holds what this process has of a batch.
+Every process must reach the lines marked `# collective`, in the same order.
 
 Differences from the reference (CleanRL's dqn.py; by flag double Q-learning arXiv:1509.06461, dueling
 networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.05952):
@@ -28,9 +27,7 @@ networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.059
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
@@ -42,23 +39,21 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.acting import Acting
-from common.encoders import Pixels, image_encoder
-from common.environments import open_environments
+from common.arguments import Count, Fraction, Many, Norm, Positive, Rate, RunArgs, Whole
+from common.encoders import image_encoder
+from common.launch import launch
 from common.replay import Batch, ReplayBuffer
-from common.run.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole, next_multiple
-from common.run.launch import launch
-from common.run.loop import Run, crossed, open_run
+from common.run import Run, crossed, open_run
 
 
 @dataclass
 class Args(RunArgs):
-    # environment; the flags that all scripts share are in common/run/arguments.py
+    # environment; the flags that all scripts share are in common/arguments.py
     env_id: str = "CartPole-v1"
-    """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
+    """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; rounded down to whole vector steps"""
-    num_envs: Count = 4
+    num_envs: Many = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
@@ -115,60 +110,40 @@ class Args(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_divisible("buffer_size", "num_envs")
-        fits = self.batch_size <= self.buffer_size
-        self.require(fits, "batch_size", f"at most --buffer-size ({self.buffer_size})")
+        self.require_multiple("buffer_size", self.num_envs, "--num-envs")
+        self.require(self.batch_size <= self.buffer_size, "batch_size", f"at most --buffer-size ({self.buffer_size})")
         smallest = self.num_envs * self.n_step
-        self.require(self.buffer_size >= smallest, "buffer_size", f"at least {smallest} with --n-step")
-        start = max(self.learning_starts, smallest) // self.num_envs * self.num_envs
-        first_update = next_multiple(next_multiple(start + 1, self.train_frequency), self.num_envs)
-        needed = f"at least {first_update}, which has a gradient step (--learning-starts {self.learning_starts})"
-        self.require_budget(first_update, needed)
+        self.require(self.buffer_size >= smallest, "buffer_size", f"at least {smallest}, --num-envs x --n-step")
+        start = max(self.learning_starts, smallest)
+        self.require_budget(start + self.train_frequency + self.num_envs, "to come to a gradient step")
 
 
 # ALGO LOGIC: networks
 
 
-class Trunk(nn.Module):
-    """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
-
-    Vector: a layer of 120. Image: the convolutions of common/encoders.py. `width`: of the hidden layers.
-    """
-
-    def __init__(self, space: gym.spaces.Box, network: str = "auto", scaled: bool = True) -> None:
-        super().__init__()
-        self.image = len(space.shape) == 3
-        if self.image:
-            self.pixels = Pixels(space, scaled)
-            layers, self.num_features, self.width = image_encoder(space, network)
-        else:
-            self.num_features, self.width = 120, 84
-            layers = [nn.Linear(space.shape[0], self.num_features), nn.ReLU()]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())
-        return self.layers(obs)
-
-
 class QNetwork(nn.Module):
     """Observations (B, *shape) -> values of all actions (B, num_actions).
 
+    Vector: layers of 120 and 84. Image: the convolutions of common/encoders.py and a layer.
     Dueling: two streams of a hidden layer each over the same features (arXiv:1511.06581 eq. 9).
     """
 
     def __init__(self, space: gym.spaces.Box, num_actions: int, dueling: bool, network: str, scaled: bool) -> None:
         super().__init__()
-        self.trunk = Trunk(space, network, scaled)
-        self.head = self._stream(num_actions)
-        self.value_head = self._stream(1) if dueling else None
+        if len(space.shape) == 3:
+            self.network, num_features, width = image_encoder(space, network, scaled=scaled)
+        else:
+            num_features, width = 120, 84
+            self.network = nn.Sequential(nn.Linear(space.shape[0], num_features), nn.ReLU())
 
-    def _stream(self, size: int) -> nn.Sequential:
-        hidden = nn.Linear(self.trunk.num_features, self.trunk.width)
-        return nn.Sequential(hidden, nn.ReLU(), nn.Linear(self.trunk.width, size))
+        def stream(size: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(num_features, width), nn.ReLU(), nn.Linear(width, size))
+
+        self.head = stream(num_actions)
+        self.value_head = stream(1) if dueling else None
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        features = self.trunk(obs)
+        features = self.network(obs)
         q = self.head(features)
         return q if self.value_head is None else self.value_head(features) + q - q.mean(-1, keepdim=True)
 
@@ -177,7 +152,7 @@ class QNetwork(nn.Module):
 
 
 class TDLoss(nn.Module):
-    """The temporal-difference loss of one shard's part of a batch. DDP wraps this, not the networks."""
+    """The temporal-difference loss of one shard's rows of a batch, of which there may be none."""
 
     def __init__(self, q_network: QNetwork, target_network: QNetwork, args: Args, num_shards: int) -> None:
         super().__init__()
@@ -185,10 +160,10 @@ class TDLoss(nn.Module):
         self.target_network = target_network  # without gradients
         self.double_q = args.double_q
         self.td_loss = F.smooth_l1_loss if args.loss == "huber" else F.mse_loss
-        self.scale = num_shards / args.batch_size  # losses are sums; `run.backward` divides by num_shards
+        self.scale = num_shards / args.batch_size  # losses are sums, and `run.backward` gives their mean over shards
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,)."""
+        """Returns this shard's share of the loss and, detached, what is logged (scalars) and the TD errors (b,)."""
         with torch.no_grad():
             next_target_q = self.target_network(batch.next_obs)
             next_q = self.q_network(batch.next_obs) if self.double_q else next_target_q
@@ -200,41 +175,6 @@ class TDLoss(nn.Module):
         return loss, {name: x.detach() for name, x in stats.items()}
 
 
-# ALGO LOGIC: collect
-
-NOISE_STEPS = 64  # vector steps of exploration noise in one draw
-
-
-def collect(args: Args, run: Run, rb: ReplayBuffer, policy: Acting, generator: torch.Generator) -> Iterator[float]:
-    """Store one vector step in `rb` at a time and yield epsilon, for ever.
-
-    All environments start anew where the run says so: at the beginning, and after each checkpoint.
-    """
-    envs = run.envs
-    local_envs = run.world.local_slice(args.num_envs)
-    num_actions = int(envs.single_action_space.n)
-    exploration_steps = max(1.0, args.exploration_fraction * run.last_step)
-    for step in itertools.count(run.global_step // args.num_envs):
-        starts = run.environments_must_start
-        if starts:
-            obs = run.start_environments()
-            rb.start(obs)
-        if starts or step % NOISE_STEPS == 0:
-            # every process draws the noise of all environments and keeps that of its own
-            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator).numpy()
-            random_actions = (noise[:, 1, local_envs] * num_actions).astype(np.int64)
-        epsilon = linear_schedule(args.start_e, args.end_e, step * args.num_envs / exploration_steps)
-        greedy = noise[step % NOISE_STEPS, 0] >= epsilon
-        actions = random_actions[step % NOISE_STEPS]
-        if greedy.any():  # in any process: all call `policy` equally often (it counts)
-            actions = np.where(greedy[local_envs], policy(obs).argmax(-1), actions)
-
-        obs, rewards, terminations, truncations, infos = envs.step(actions)
-        learned_rewards = np.sign(rewards) if envs.atari else rewards
-        rb.add(actions, learned_rewards, terminations, truncations, obs, infos)
-        yield epsilon
-
-
 # ALGO LOGIC: pure helpers
 
 
@@ -243,63 +183,89 @@ def linear_schedule(start: float, end: float, fraction: float) -> float:
     return start + (end - start) * min(fraction, 1.0)
 
 
-COLUMNS = ("charts/epsilon", "losses/td_loss", "losses/q_values")
+NOISE_STEPS = 64  # vector steps of exploration noise in one draw
+COLUMNS = (
+    "charts/epsilon",
+    "losses/td_loss",
+    "losses/q_values",
+)
 
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
-    with open_environments(args, (gym.spaces.Discrete,), args.life_loss) as envs:
-        obs_space = envs.single_observation_space
-        image = len(obs_space.shape) == 3
-        args.require(args.network == "auto" or image, "network", "left off for vector observations")
-        whole_numbers = image and np.issubdtype(obs_space.dtype, np.integer)
-        args.require(args.scale_pixels or whole_numbers, "scale_pixels", "left on, except for images of whole numbers")
-        options = {"action_shape": (), "action_dtype": np.int64, "n_step": args.n_step, "gamma": args.gamma}
-        options |= {"stack": envs.stack, "repeats_first": envs.repeats_first, "channels_last": envs.channels_last}
-        options["alpha"] = args.per_alpha if args.prioritized else 0.0
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, **options)
-        with open_run(args, __file__, COLUMNS, envs) as run:  # collective
-            train(args, run, rb)
+    with open_run(args, __file__, COLUMNS, (gym.spaces.Discrete,)) as run:  # collective
+        train(args, run)
 
 
-def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
-    """The training loop. A function of its own: DDP modules must be freed before the process group closes."""
+def train(args: Args, run: Run) -> None:
     world = run.world
     envs = run.envs
+    obs_space = envs.single_observation_space
+    num_actions = int(envs.single_action_space.n)
+    image = len(obs_space.shape) == 3
+    args.require(args.network == "auto" or image, "network", "left off for vector observations")
+    whole_numbers = image and np.issubdtype(obs_space.dtype, np.integer)
+    args.require(args.scale_pixels or whole_numbers, "scale_pixels", "left on, except for images of whole numbers")
     budget = args.total_timesteps // args.num_envs * args.num_envs
+    local_envs = world.local_slice(args.num_envs)
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
     seed = int(torch.randint(2**62, ()))  # with --seed itself it would repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
-    num_actions = int(envs.single_action_space.n)
-    q_network = QNetwork(envs.single_observation_space, num_actions, args.dueling, args.network, args.scale_pixels)
-    q_network = q_network.to(run.device)
+    q_network = QNetwork(obs_space, num_actions, args.dueling, args.network, args.scale_pixels).to(run.device)
     target_network = deepcopy(q_network).requires_grad_(False)
     parameters = list(q_network.parameters())
     target_parameters = list(target_network.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    run.register(q_network=q_network, target_network=target_network, optimizer=optimizer)
-    run.register(generator=generator, replay=rb)
+    rb = ReplayBuffer(
+        args.buffer_size,
+        args.num_envs,
+        world,
+        obs_space,
+        action_shape=(),
+        action_dtype=np.int64,
+        n_step=args.n_step,
+        gamma=args.gamma,
+        stack=envs.stack,
+        alpha=args.per_alpha if args.prioritized else 0.0,
+    )
+    run.register(
+        q_network=q_network,
+        target_network=target_network,
+        optimizer=optimizer,
+        generator=generator,
+        replay=rb,
+    )
     loss_fn = TDLoss(q_network, target_network, args, world.num_shards)
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the loss; acting
-    # uses the bare network.
-    ddp_loss = DDP(loss_fn, **world.ddp_options) if world.uses_ddp else loss_fn  # collective
-    policy = run.policy(q_network)  # arrays -> Q-values, by numpy for vectors
+    # DDP: it hooks `forward` and nothing else, so it wraps the loss; acting uses the bare network
+    ddp_loss = DDP(loss_fn) if world.world_size > 1 else loss_fn  # collective
+    policy = run.policy(q_network, nn.Sequential(q_network.network, q_network.head))  # by numpy for vectors
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
-        return policy.by_module(obs).argmax(-1)
+        with torch.no_grad():
+            return q_network(run.upload(obs)).argmax(-1).cpu().numpy()
 
-    # schedules, and the part of the run that each takes (True: all); --resume takes a larger --total-timesteps after it
-    run.load_or_start(  # collective
-        act, budget, anneal_lr=args.anneal_lr, exploration_fraction=args.exploration_fraction, per_beta=args.prioritized
-    )
-    experience = collect(args, run, rb, policy, generator)
+    run.load_or_start(act, budget)  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        run.means.lap()
-        epsilon = next(experience)
-        run.means.lap("time/rollout")
+        # act; every process draws the noise of all environments and keeps that of its own
+        step = run.global_step // args.num_envs
+        if run.needs_reset or step % NOISE_STEPS == 0:
+            noise = torch.rand(NOISE_STEPS, 2, args.num_envs, generator=generator).numpy()
+            random_actions = (noise[:, 1, local_envs] * num_actions).astype(np.int64)
+        if run.needs_reset:  # at the beginning, and after a checkpoint
+            obs = run.reset_environments()
+            rb.start(obs)
+        explored = run.global_step / max(1.0, args.exploration_fraction * budget)
+        epsilon = linear_schedule(args.start_e, args.end_e, explored)
+        greedy = noise[step % NOISE_STEPS, 0] >= epsilon
+        actions = random_actions[step % NOISE_STEPS]
+        if greedy.any():  # in any process: all call `policy` equally often
+            actions = np.where(greedy[local_envs], policy(obs).argmax(-1), actions)
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        learned_rewards = np.sign(rewards) if envs.atari else rewards
+        rb.add(actions, learned_rewards, terminations, truncations, obs, infos)
 
         # the updates that fell due in this vector step; `run.global_step` is that of the step before
         updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
@@ -308,32 +274,26 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
         if updates and global_step > smallest:  # the buffer holds complete transitions
             beta = linear_schedule(args.per_beta, 1.0, global_step / budget)
             for group in optimizer.param_groups:
-                start = group.setdefault("initial_lr", group["lr"])  # checkpoints keep it
-                group["lr"] = fraction * start
+                group["lr"] = fraction * args.learning_rate
             for k in updates:
-                batches = rb.sample(args.batch_size, generator, beta)  # collective
+                sample = rb.sample(args.batch_size, generator, beta)  # collective
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, batches)  # collective: the mean gradient
+                stats = run.backward(ddp_loss, sample.batch, sizes=sample.sizes)  # collective: the mean gradient
                 if args.max_grad_norm < math.inf:
                     nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
-                for batch, batch_stats in zip(batches, stats, strict=True):
-                    rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
-                run.means.add(stats)
+                rb.update_priorities(sample.indices, stats["td_errors"])
                 trained = k * args.train_frequency
                 if crossed(args.target_network_frequency, trained - args.train_frequency, trained):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-        run.means.lap("time/update")
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = run.means.row()  # collective
-            row["charts/learning_rate"] = fraction * args.learning_rate
-            row["charts/epsilon"] = epsilon
-            run.logger.log(global_step, row)
-        if run.evaluate_and_checkpoint(global_step, act):  # collective
+            row = {"charts/learning_rate": fraction * args.learning_rate, "charts/epsilon": epsilon}
+            run.log(global_step, row)  # collective
+        if run.evaluate_and_checkpoint(global_step):  # collective
             break
-    run.finish()
+    run.finish()  # collective
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ To use it in a project of your own, copy this file and `common/`.
 
 A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
 round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
-that results are the same, and a process may hold several. Without it, each process is one shard.
-In `train`, `rollouts`, `batches`, `inds`, `advantages`, `returns`, `phases`, `aux_inds`, `minibatches` and
-`stats` are lists with an entry for each shard of this process. Every process must reach the lines marked
-`# collective`, in the same order.
+that results are the same. `run.by_shard` and `run.backward` do this; arrays here hold all environments of
+a process. Every process must reach the lines marked `# collective`, in the same order.
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi`
 iterations, where the policy network learns the value function without changing its policy. With
@@ -44,10 +42,8 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -57,24 +53,23 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.acting import Acting
-from common.encoders import Pixels, image_encoder
-from common.environments import open_environments
+from common.arguments import Count, Fraction, Many, Norm, Positive, RunArgs, Weight, Whole
+from common.encoders import image_encoder
+from common.launch import launch
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
-from common.run.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
-from common.run.launch import launch
-from common.run.loop import Run, open_run
+from common.processes import World
+from common.run import Run, open_run
 from common.tensors import default_float
 
 
 @dataclass
 class Args(RunArgs):
-    # environment; the flags that all scripts share are in common/run/arguments.py
+    # environment; the flags that all scripts share are in common/arguments.py
     env_id: str = "CartPole-v1"
-    """gymnasium id, ALE/..., MinAtar/..., envpool/..., or module:id of your own"""
+    """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; rounded down to whole iterations"""
-    num_envs: Count = 4
+    num_envs: Many = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
@@ -129,16 +124,16 @@ class Args(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_divisible("num_steps", "num_minibatches")
+        self.require_multiple("num_steps", self.num_minibatches, "--num-minibatches")
         size = self.num_envs * self.num_steps
         normalized = size // self.num_minibatches if self.norm_adv == "minibatch" else size
         self.require(self.norm_adv == "none" or normalized > 1, "norm_adv", "none, or over at least 2 samples")
         can_stop = self.target_kl is None or self.update_epochs > 1  # it ends the epochs after one of them
         self.require(can_stop, "update_epochs", "at least 2 with --target-kl")
-        self.require_budget(size, f"at least one iteration, --num-envs x --num-steps = {size}")
+        self.require_budget(size, "an iteration: --num-envs x --num-steps")
         if self.aux_epochs:
             self.require_divisor("num_aux_minibatches", self.n_pi * self.num_steps, "--n-pi x --num-steps")
-            self.require_budget(self.n_pi * size, f"at least {self.n_pi * size}, or set --aux-epochs 0")
+            self.require_budget(self.n_pi * size, "a policy phase, or set --aux-epochs 0")
 
 
 # ALGO LOGIC: networks
@@ -150,70 +145,67 @@ def layer_init(layer: nn.Linear | nn.Conv2d, std: float = math.sqrt(2)) -> nn.Li
     return layer
 
 
-class Trunk(nn.Module):
-    """Observations (B, *shape) in the space's own dtype -> features (B, num_features).
+def hidden_layers(space: gym.spaces.Box, network: str = "auto") -> tuple[nn.Sequential, int]:
+    """Layers (B, *shape) -> (B, num_features), and num_features.
 
     Vector: two layers of 64. Image: the convolutions of common/encoders.py, then one layer.
     """
-
-    def __init__(self, space: gym.spaces.Box, network: str = "auto") -> None:
-        super().__init__()
-        self.image = len(space.shape) == 3
-        if self.image:
-            self.pixels = Pixels(space)
-            convolutions, size, self.num_features = image_encoder(space, network, layer_init)
-            layers = [*convolutions, layer_init(nn.Linear(size, self.num_features)), nn.ReLU()]
-        else:
-            size, self.num_features = space.shape[0], 64
-            layers = [layer_init(nn.Linear(size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())
-        return self.layers(obs)
+    if len(space.shape) == 3:
+        encoder, size, num_features = image_encoder(space, network, layer_init)
+        return nn.Sequential(encoder, layer_init(nn.Linear(size, num_features)), nn.ReLU()), num_features
+    first = layer_init(nn.Linear(space.shape[0], 64))
+    second = layer_init(nn.Linear(64, 64))
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), 64
 
 
 class Agent(nn.Module):
-    """Policy and value over separate trunks.
+    """Policy and value, a network each.
 
-    The policy is a tensor `pi`: logits (B, n) of a `Discrete` space, or means and log standard deviations
-    (B, 2 d) of a `Box` of d numbers.
+    What the actor gives, `out` (B, k), is the logits of `Discrete` actions or the means of a `Box`'s.
     """
 
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.Space, network: str = "auto") -> None:
         super().__init__()
         self.discrete = isinstance(action_space, gym.spaces.Discrete)
-        size = int(action_space.n) if self.discrete else math.prod(action_space.shape)
-        self.trunk = Trunk(obs_space, network)
-        self.value_trunk = Trunk(obs_space, network)
-        self.actor = layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)
-        self.critic = layer_init(nn.Linear(self.trunk.num_features, 1), std=1.0)
+        num_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
+        actor, num_features = hidden_layers(obs_space, network)
+        critic, _ = hidden_layers(obs_space, network)
+        self.actor = actor.append(layer_init(nn.Linear(num_features, num_outputs), std=0.01))
+        self.critic = critic.append(layer_init(nn.Linear(num_features, 1), std=1.0))
         if not self.discrete:
-            self.log_std = nn.Parameter(torch.zeros(size))
+            self.log_std = nn.Parameter(torch.zeros(num_outputs))
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Observations (B, *shape) -> pi (B, .) and the policy's features (B, num_features)."""
-        features = self.trunk(obs)
-        return self.policy(features), features
+        """Observations (B, *shape) -> out (B, k) and values (B,)."""
+        return self.actor(obs), self.critic(obs).squeeze(-1)
 
-    def policy(self, features: torch.Tensor) -> torch.Tensor:
-        out = self.actor(features)
-        return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
-
-    def value(self, obs: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Values (B,) of obs (B, *shape); `features` is not used; ppo_ddp.py has it too."""
-        return self.critic(self.value_trunk(obs)).squeeze(-1)
-
-    def log_prob_entropy(self, pi: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """pi (B, .), actions (B,) or (B, d) -> log-probabilities (B,) and entropies (B,)."""
+    def evaluate(self, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(B, *shape), actions (B,) or (B, d) -> log-probabilities, entropies and values, (B,) each."""
+        out, values = self(obs)
         if self.discrete:
-            log_p = pi.log_softmax(-1)
-            return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-        mean, log_std = pi.chunk(2, -1)
-        deviation = (actions - mean) * (-log_std).exp()
+            log_p = out.log_softmax(-1)
+            log_prob = log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+            return log_prob, -(log_p.exp() * log_p).sum(-1), values
+        log_std = self.log_std.expand_as(out)
+        deviation = (actions - out) * (-log_std).exp()
         constant = 0.5 * math.log(2 * math.pi)
         log_prob = (-0.5 * deviation**2 - log_std - constant).sum(-1)
-        return log_prob, (0.5 + constant + log_std).sum(-1)
+        return log_prob, (0.5 + constant + log_std).sum(-1), values
+
+    def sample(self, out: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """out (n, k) and noise, uniform (n,) or normal (n, d) -> actions (n,) by inverse CDF, or (n, d)."""
+        if self.discrete:
+            cdf = np.exp(out - out.max(-1, keepdims=True)).cumsum(-1)
+            return (noise[:, None] * cdf[:, -1:] >= cdf[:, :-1]).sum(-1)
+        return out + np.exp(self.log_std.detach().cpu().numpy()) * noise
+
+    def mode(self, out: np.ndarray) -> np.ndarray:
+        """out (n, k) -> the most probable actions, (n,) or (n, d)."""
+        return out.argmax(-1) if self.discrete else out
+
+    def pi(self, out: torch.Tensor) -> torch.Tensor:
+        """out (B, k) -> the whole policy (B, .): logits, or means and log standard deviations."""
+        return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
 
     def kl_divergence(self, old_pi: torch.Tensor, pi: torch.Tensor) -> torch.Tensor:
         """KL(old_pi || pi) of (B, .) -> (B,)."""
@@ -224,18 +216,6 @@ class Agent(nn.Module):
         mean, log_std = pi.chunk(2, -1)
         moved = ((2 * old_log_std).exp() + (old_mean - mean) ** 2) / (2 * (2 * log_std).exp())
         return (log_std - old_log_std + moved - 0.5).sum(-1)
-
-    def sample(self, pi: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        """pi (n, .) and noise, uniform (n,) or normal (n, d) -> actions (n,) by inverse CDF, or (n, d)."""
-        if self.discrete:
-            cdf = np.exp(pi - pi.max(-1, keepdims=True)).cumsum(-1)
-            return (noise[:, None] * cdf[:, -1:] >= cdf[:, :-1]).sum(-1)
-        mean, log_std = np.split(pi, 2, -1)
-        return mean + np.exp(log_std) * noise
-
-    def mode(self, pi: np.ndarray) -> np.ndarray:
-        """pi (n, .) -> the most probable actions, (n,) or (n, d)."""
-        return pi.argmax(-1) if self.discrete else np.split(pi, 2, -1)[0]
 
 
 # ALGO LOGIC: losses
@@ -251,25 +231,23 @@ class Batch(NamedTuple):
     returns: torch.Tensor
     advantages: torch.Tensor
 
-    def take(self, inds: torch.Tensor) -> Batch:
-        """The transitions of these indices (b,)."""
-        return Batch(*(x[inds] for x in self))
-
 
 class PPOLoss(nn.Module):
-    """The clipped objectives of a minibatch (arXiv:1707.06347 eq. 7 and 9). DDP wraps this, not the agent."""
+    """The clipped objectives of a minibatch (arXiv:1707.06347 eq. 7 and 9)."""
 
     def __init__(self, agent: Agent, args: Args) -> None:
         super().__init__()
-        self.agent, self.args = agent, args
+        self.agent = agent
+        self.args = args
 
     def forward(self, mb: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the loss, a mean over the minibatch, and what is logged: means, or numbers (B,)."""
-        args = self.args
-        pi, features = self.agent(mb.obs)
-        newlogprob, entropy = self.agent.log_prob_entropy(pi, mb.actions)
-        newvalue = self.agent.value(mb.obs, features)
+        """Returns the loss and, detached, what is logged.
 
+        `run.backward` calls it once for each shard's rows of a minibatch. So the loss is a mean over rows, no
+        statistic over rows goes into it, and every parameter is used.
+        """
+        args = self.args
+        newlogprob, entropy, newvalue = self.agent.evaluate(mb.obs, mb.actions)
         logratio = newlogprob - mb.logprobs
         ratio = logratio.exp()
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -279,12 +257,12 @@ class PPOLoss(nn.Module):
             v_loss = 0.5 * torch.max((newvalue - mb.returns) ** 2, (v_clipped - mb.returns) ** 2).mean()
         else:
             v_loss = 0.5 * ((newvalue - mb.returns) ** 2).mean()
-        entropy_loss = entropy.mean()
-        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy_loss}
-        logratio = logratio.detach()
-        stats |= {"old_approx_kl": -logratio, "clipfrac": ratio != clipped}
-        stats["approx_kl"] = logratio.expm1() - logratio  # http://joschu.net/blog/kl-approx.html
+        entropy = entropy.mean()
+        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy}
+        stats["old_approx_kl"] = (-logratio).mean()
+        stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
+        stats["clipfrac"] = (ratio != clipped).to(loss.dtype).mean()
         return loss, {name: x.detach() for name, x in stats.items()}
 
 
@@ -293,152 +271,20 @@ class AuxLoss(nn.Module):
 
     def __init__(self, agent: Agent, args: Args) -> None:
         super().__init__()
-        self.agent, self.args = agent, args
-        self.aux_critic = layer_init(nn.Linear(agent.trunk.num_features, 1), std=1.0)
+        self.agent = agent
+        self.args = args
+        self.aux_critic = layer_init(nn.Linear(agent.actor[-1].in_features, 1), std=1.0)
 
-    def forward(self, mb: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, dict]:
-        """obs (B, *shape), returns (B,), old_pi (B, .) -> the loss, a mean, and, detached, its parts."""
-        obs, returns, old_pi = mb
-        pi, features = self.agent(obs)
+    def forward(self, obs: torch.Tensor, returns: torch.Tensor, old_pi: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        """obs (B, *shape), returns (B,), old_pi (B, .) -> the loss and, detached, its parts, as in `PPOLoss`."""
+        features = self.agent.actor[:-1](obs)
+        pi = self.agent.pi(self.agent.actor[-1](features))
         aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - returns) ** 2).mean()
         kl_loss = self.agent.kl_divergence(old_pi, pi).mean()
-        v_loss = 0.5 * ((self.agent.value(obs, features) - returns) ** 2).mean()
+        v_loss = 0.5 * ((self.agent.critic(obs).squeeze(-1) - returns) ** 2).mean()
         loss = aux_v_loss + self.args.beta_clone * kl_loss + v_loss
         stats = {"aux/aux_value_loss": aux_v_loss, "aux/kl_loss": kl_loss, "aux/real_value_loss": v_loss}
         return loss, {name: x.detach() for name, x in stats.items()}
-
-
-# ALGO LOGIC: rollout and batch, each of one shard
-
-
-class Rollout(NamedTuple):
-    """What n environments gave in an iteration, as views of arrays that the next iteration overwrites."""
-
-    obs: np.ndarray  # (num_steps, n, *shape) as the environments give them
-    features: torch.Tensor | None  # (num_steps, n, num_features), of images
-    actions: np.ndarray  # (num_steps, n) or (num_steps, n, d)
-    rewards: np.ndarray  # (num_steps, n), and so are the next three
-    reward_sums: np.ndarray  # R_t = gamma R_{t-1} + r_t since the episode's start
-    dones: np.ndarray
-    truncations: np.ndarray  # truncated, not terminated
-    next_obs: np.ndarray  # (n, *shape)
-    final_obs: list[np.ndarray]  # last observations of truncated episodes, by step, then environment
-    phase_obs: np.ndarray  # (n_pi, num_steps, n, *shape) of the whole policy phase; `obs` is its newest part
-
-
-def learning_batch(
-    args: Args, run: Run, agent: Agent, rollout: Rollout, obs_moments: RunningMoments, return_moments: RunningMoments
-) -> Batch:
-    """Values, log-probabilities, advantages and returns of a rollout."""
-    rewards = return_moments.scaled(rollout.rewards).astype(default_float())
-    num_steps, n = rewards.shape
-    with torch.no_grad():
-        obs = rollout.obs.reshape(num_steps * n, *rollout.obs.shape[2:])
-        obs = run.upload(obs_moments.normalized(obs))
-        actions = run.upload(rollout.actions.reshape(num_steps * n, *rollout.actions.shape[2:]))
-        features = agent.trunk(obs) if rollout.features is None else rollout.features.flatten(0, 1)
-        logprobs, _ = agent.log_prob_entropy(agent.policy(features), actions)
-        # in parts of a minibatch's size, for memory
-        chunks = zip(obs.chunk(args.num_minibatches), features.chunk(args.num_minibatches), strict=True)
-        values = torch.cat([agent.value(*chunk) for chunk in chunks])
-        last_obs = np.stack([*rollout.next_obs, *rollout.final_obs])
-        last_obs = run.upload(obs_moments.normalized(last_obs))
-        last_values = agent.value(last_obs, agent.trunk(last_obs)).cpu().numpy()
-
-    next_value, final_values = np.split(last_values, [n])
-    rewards[rollout.truncations] += args.gamma * final_values  # truncation bootstraps, termination does not
-    old_values = values.cpu().numpy().reshape(num_steps, n)
-    dones = rollout.dones.astype(rewards.dtype)
-    advantages = compute_gae(rewards, old_values, next_value, dones, args.gamma, args.gae_lambda)
-    advantages = run.upload(advantages.ravel())
-    return Batch(obs, actions, logprobs, values, advantages + values, advantages)
-
-
-def collect(
-    args: Args, run: Run, agent: Agent, policy: Acting, generator: torch.Generator, obs_moments: RunningMoments
-) -> Iterator[list[Rollout]]:
-    """Yield rollouts of `num_steps` steps for ever, one for each shard of this process.
-
-    All environments start anew where the run says so: at the beginning, and after each checkpoint.
-    """
-    envs = run.envs
-    shape = (args.num_steps, envs.num_envs)
-    action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
-    action_type = np.int64 if agent.discrete else default_float()
-    draw = torch.rand if agent.discrete else torch.randn
-    phase_obs = envs.storage(args.n_pi if args.aux_epochs else 1, *shape)
-    actions = np.zeros((*shape, *action_shape), action_type)
-    features = None
-    if agent.trunk.image:
-        features = torch.zeros((*shape, agent.trunk.num_features), device=run.device)
-    rewards = np.zeros(shape)
-    terminations = np.zeros(shape, bool)
-    truncations = np.zeros(shape, bool)
-    for obs in itertools.cycle(phase_obs):  # for ever; each iteration fills the next part of the phase
-        if run.environments_must_start:
-            next_obs = run.start_environments()
-            return_carry = np.zeros(envs.num_envs)
-        # every process draws the noise of all environments and keeps that of its own
-        noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)
-        noise = noise[:, run.world.local_slice(args.num_envs)].numpy()
-        final_obs = {}  # the last observations of truncated episodes, by step and environment
-        with torch.inference_mode():
-            for step in range(args.num_steps):
-                obs[step] = next_obs
-                if features is None:
-                    pi = policy(obs_moments.normalized(next_obs))
-                else:  # images: their features are computed once
-                    outputs = [agent(run.upload(obs[step, shard])) for shard in envs.shards]
-                    pi = torch.cat([x for x, _ in outputs]).cpu().numpy()
-                    features[step] = torch.cat([x for _, x in outputs])
-                actions[step] = agent.sample(pi, noise[step])
-                next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
-                for i in truncations[step].nonzero()[0]:
-                    final_obs[step, i] = np.array(infos["final_obs"][i])
-
-        dones = terminations | truncations
-        learned_rewards = np.sign(rewards) if envs.atari else rewards
-        reward_sums = discounted_returns(learned_rewards, dones, args.gamma, return_carry)  # moves return_carry on
-        rollouts = []
-        for shard in envs.shards:
-            rollout = Rollout(
-                obs=obs[:, shard],
-                features=None if features is None else features[:, shard],
-                actions=actions[:, shard],
-                rewards=learned_rewards[:, shard],
-                reward_sums=reward_sums[:, shard],
-                dones=dones[:, shard],
-                truncations=truncations[:, shard],
-                next_obs=next_obs[shard],
-                final_obs=[x for (_, i), x in final_obs.items() if shard.start <= i < shard.stop],
-                phase_obs=phase_obs[:, :, shard],
-            )
-            rollouts.append(rollout)
-        yield rollouts
-
-
-class Phase:
-    """A policy phase of K steps of n environments; a transition's index is step * n + environment."""
-
-    def __init__(
-        self, args: Args, run: Run, agent: Agent, rollout: Rollout, returns: torch.Tensor, obs_moments: RunningMoments
-    ) -> None:
-        self.run = run
-        self.obs_moments = obs_moments
-        self.obs = rollout.phase_obs.reshape(-1, *rollout.next_obs.shape)  # (K, n, *shape), maybe more than a GPU holds
-        self.returns = returns  # (K * n,)
-        chunks = [x.reshape(-1, *x.shape[2:]) for x in np.split(self.obs, args.num_aux_minibatches)]
-        with torch.no_grad():
-            self.old_pi = torch.cat([agent(self.upload(x))[0] for x in chunks])  # (K * n, .), to be preserved
-
-    def upload(self, obs: np.ndarray) -> torch.Tensor:
-        return self.run.upload(self.obs_moments.normalized(obs))
-
-    def take(self, inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """obs, returns and old_pi of the transitions of these indices (b,)."""
-        steps, envs = np.divmod(inds.numpy(), self.obs.shape[1])
-        inds = self.run.upload(inds)
-        return self.upload(self.obs[steps, envs]), self.returns[inds], self.old_pi[inds]
 
 
 # ALGO LOGIC: pure helpers
@@ -454,13 +300,13 @@ def compute_gae(
 ) -> np.ndarray:
     """Generalised advantage estimates (arXiv:1506.02438 eq. 16) of T steps of n environments -> (T, n).
 
-    `next_value` (n,): of the observation after the last step. `dones`: 1.0 where step t ended an episode
+    `next_value` (n,): of the observation after the last step. `dones`: whether step t ended an episode
     (CleanRL's dones[t] says this of step t - 1). Rewards of truncated steps include gamma times the last
     observation's value.
     """
     advantages = np.empty_like(values)
     lastgaelam = np.zeros_like(next_value)
-    nonterminal = 1.0 - dones
+    nonterminal = 1.0 - dones.astype(values.dtype)
     next_values = np.concatenate([values[1:], next_value[None]])
     delta = rewards + gamma * next_values * nonterminal - values
     decay = gamma * gae_lambda * nonterminal
@@ -474,33 +320,54 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
 
     They are indices into a flattened (num_steps, n). Each environment's steps are shuffled, in the order of its
     random numbers, and cut into equal parts: a minibatch holds the same number of steps of every environment.
+    Within a minibatch they are in the order of environments, so that each shard's are neighbours: `run.backward`
+    and `standardized` need that.
     """
     num_epochs, n, _ = draws.shape
     inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
     return inds.view(num_epochs, n, num_minibatches, -1).transpose(1, 2).flatten(2)
 
 
+def minibatch_advantages(advantages: torch.Tensor, inds: torch.Tensor, norm_adv: str, world: World) -> torch.Tensor:
+    """Advantages (num_steps, n) -> of all minibatches, (num_epochs, num_minibatches, size), normalised.
+
+    Here and not in the loss, which sees one shard: over all environments, and in one collective for all minibatches.
+    """
+    if norm_adv == "batch":
+        advantages = standardized(advantages, world, dims=2)  # collective
+    advantages = advantages.flatten()[inds]
+    return standardized(advantages, world) if norm_adv == "minibatch" else advantages  # collective
+
+
 COLUMNS = (
-    *("losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl"),
-    *("losses/approx_kl", "losses/clipfrac", "losses/explained_variance", "losses/epochs"),
-    *("losses/aux/aux_value_loss", "losses/aux/kl_loss", "losses/aux/real_value_loss", "time/aux"),
+    "losses/policy_loss",
+    "losses/value_loss",
+    "losses/entropy",
+    "losses/old_approx_kl",
+    "losses/approx_kl",
+    "losses/clipfrac",
+    "losses/explained_variance",
+    "losses/epochs",
+    "losses/aux/aux_value_loss",
+    "losses/aux/kl_loss",
+    "losses/aux/real_value_loss",
+    "time/aux",
 )
 
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
-    with open_environments(args, (gym.spaces.Discrete, gym.spaces.Box), args.life_loss) as envs:
-        image = len(envs.single_observation_space.shape) == 3
-        args.require(not args.norm_obs or not image, "norm_obs", "left off for image observations")
-        args.require(args.network == "auto" or image, "network", "left off for vector observations")
-        with open_run(args, __file__, COLUMNS, envs) as run:  # collective
-            train(args, run)
+    with open_run(args, __file__, COLUMNS, (gym.spaces.Discrete, gym.spaces.Box)) as run:  # collective
+        train(args, run)
 
 
 def train(args: Args, run: Run) -> None:
-    """The training loop. A function of its own: DDP modules must be freed before the process group closes."""
     world = run.world
     envs = run.envs
+    obs_space = envs.single_observation_space
+    image = len(obs_space.shape) == 3
+    args.require(not args.norm_obs or not image, "norm_obs", "left off for image observations")
+    args.require(args.network == "auto" or image, "network", "left off for vector observations")
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
 
@@ -508,102 +375,141 @@ def train(args: Args, run: Run) -> None:
     torch.manual_seed(args.seed)
     seed = int(torch.randint(2**62, ()))  # with --seed itself it would repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args.network).to(run.device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    agent = Agent(obs_space, envs.single_action_space, args.network).to(run.device)
+    parameters = list(agent.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    obs_moments = RunningMoments(obs_space.shape, args.norm_obs)
+    return_moments = RunningMoments((), args.norm_reward)
     aux_loss_fn = AuxLoss(agent, args).to(run.device)
     aux_parameters = list(aux_loss_fn.parameters())
     aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
-    obs_moments = RunningMoments(envs.single_observation_space.shape, args.norm_obs)
-    return_moments = RunningMoments((), args.norm_reward)
-    run.register(agent=agent, optimizer=optimizer, generator=generator)
-    run.register(aux_critic=aux_loss_fn.aux_critic, aux_optimizer=aux_optimizer)
-    run.register(obs_moments=obs_moments, return_moments=return_moments)
-    parameters = list(agent.parameters())
+    run.register(
+        agent=agent,
+        optimizer=optimizer,
+        aux_critic=aux_loss_fn.aux_critic,
+        aux_optimizer=aux_optimizer,
+        generator=generator,
+        obs_moments=obs_moments,
+        return_moments=return_moments,
+    )
     loss_fn = PPOLoss(agent, args)
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses, each of
-    # exactly the parameters that it uses; acting and bootstrapping use the bare agent.
-    ddp_loss = DDP(loss_fn, **world.ddp_options) if world.uses_ddp else loss_fn  # collective
-    ddp_aux_loss = DDP(aux_loss_fn, **world.ddp_options) if world.uses_ddp else aux_loss_fn  # collective
-    policy = run.policy(agent)  # arrays -> pi, by numpy for vectors
+    # DDP: it hooks `forward` and nothing else, so it wraps the losses, each of exactly the parameters that it uses;
+    # acting and bootstrapping use the bare agent
+    ddp_loss = DDP(loss_fn) if world.world_size > 1 else loss_fn  # collective
+    ddp_aux_loss = DDP(aux_loss_fn) if world.world_size > 1 else aux_loss_fn  # collective
+    policy = run.policy(agent, agent.actor)  # arrays -> out, by numpy for vectors
+
+    # every process draws the random numbers of all environments and keeps those of its own
+    local_envs = world.local_slice(args.num_envs)
+    draw = torch.rand if agent.discrete else torch.randn
+    action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
+    shape = (args.num_steps, envs.num_envs)
+    n_pi = args.n_pi if args.aux_epochs else 1
+    phase_obs = np.zeros((n_pi, *shape, *obs_space.shape), obs_space.dtype)
+    phase_returns = deque(maxlen=n_pi)
+    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else default_float())
+    rewards = np.zeros(shape)
+    terminations = np.zeros(shape, bool)
+    truncations = np.zeros(shape, bool)
 
     def act(obs: np.ndarray) -> np.ndarray:
-        """Greedy actions for evaluation, by the module itself."""
-        return agent.mode(policy.by_module(obs_moments.normalized(obs)))
+        """Greedy actions for evaluation."""
+        with torch.no_grad():
+            out, _ = agent(run.upload(obs_moments.normalized(obs)))
+        return agent.mode(out.cpu().numpy())
 
-    phase_returns = deque(maxlen=args.n_pi)
-    # --resume takes a larger --total-timesteps, except with --anneal-lr
-    run.load_or_start(act, num_iterations * batch_size, anneal_lr=args.anneal_lr)  # collective
-    experience = collect(args, run, agent, policy, generator, obs_moments)
+    run.load_or_start(act, num_iterations * batch_size)  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
+        global_step = iteration * batch_size
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
-        for group in [*optimizer.param_groups, *aux_optimizer.param_groups]:
-            start = group.setdefault("initial_lr", group["lr"])  # checkpoints keep it
-            group["lr"] = fraction * start
-        run.means.lap()
-        rollouts = next(experience)
-        return_moments.update([x.reward_sums for x in rollouts], world)  # collective
-        batches = [learning_batch(args, run, agent, x, obs_moments, return_moments) for x in rollouts]
-        obs_moments.update([x.obs for x in rollouts], world)  # collective; for the next rollout
-        run.means.lap("time/rollout")
+        for group in optimizer.param_groups:
+            group["lr"] = fraction * args.learning_rate
+        for group in aux_optimizer.param_groups:
+            group["lr"] = fraction * args.aux_learning_rate
 
-        # update; every process draws for all environments, as in `collect`
+        # rollout
+        if run.needs_reset:  # at the beginning, and after a checkpoint
+            next_obs = run.reset_environments()
+            reward_sums = np.zeros(envs.num_envs)
+        noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
+        final_obs = {}  # the last observations of truncated episodes, by step and environment
+        obs = phase_obs[(iteration - 1) % n_pi]
+        for step in range(args.num_steps):
+            obs[step] = next_obs
+            actions[step] = agent.sample(policy(obs_moments.normalized(next_obs)), noise[step])
+            next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
+            final_obs |= {(step, i): x for i, x in infos["final_obs"].items()}
+
+        # values, advantages and returns
+        dones = terminations | truncations
+        learned_rewards = np.sign(rewards) if envs.atari else rewards
+        discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
+        return_moments.update(discounted, world)  # collective
+        learned_rewards = return_moments.scaled(learned_rewards)
+        b_obs = run.upload(obs_moments.normalized(obs))
+        b_actions = run.upload(actions)
+        b_logprobs, _, b_values = run.by_shard(agent.evaluate, b_obs, b_actions)
+        _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
+        for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not
+            with torch.no_grad():  # one at a time, so that no shape depends on how many there are here
+                _, final_value = agent(run.upload(obs_moments.normalized(x[None])))
+            learned_rewards[step, i] += args.gamma * final_value.item()
+        values = b_values.cpu().numpy()
+        next_value = next_value[0].cpu().numpy()
+        advantages = compute_gae(learned_rewards, values, next_value, dones, args.gamma, args.gae_lambda)
+        obs_moments.update(obs, world)  # collective; for the next rollout
+        b_advantages = run.upload(advantages)
+        batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_logprobs, b_values, b_values + b_advantages)]
+
+        # update
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
-        draws = draws[:, world.local_slice(args.num_envs)]
-        inds = run.upload([minibatch_inds(draws[:, shard], args.num_minibatches) for shard in envs.shards])
-        advantages = [batch.advantages for batch in batches]
-        if args.norm_adv == "batch":
-            advantages = standardized(advantages, world)  # collective
-        # of all minibatches at once: (num_epochs, num_minibatches, size)
-        advantages = [x[shard_inds] for x, shard_inds in zip(advantages, inds, strict=True)]
-        if args.norm_adv == "minibatch":
-            advantages = standardized(advantages, world)  # collective, one instead of one for each minibatch
+        inds = minibatch_inds(draws[:, local_envs], args.num_minibatches).to(run.device)
+        mb_advantages = minibatch_advantages(b_advantages, inds, args.norm_adv, world)  # collective
         for epoch in range(args.update_epochs):
-            kls = []  # for each minibatch, approx_kl of each shard
+            kls = []  # of each minibatch
             for i in range(args.num_minibatches):
-                minibatches = []  # one for each shard of this process
-                for batch, shard_inds, adv in zip(batches, inds, advantages, strict=True):
-                    minibatches.append(batch.take(shard_inds[epoch, i])._replace(advantages=adv[epoch, i]))
+                minibatch = Batch(*(x[inds[epoch, i]] for x in batch), mb_advantages[epoch, i])
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatches)  # collective: the mean gradient
+                stats = run.backward(ddp_loss, minibatch)  # collective: the mean gradient
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
-                run.means.add(stats)
-                kls.append([x["approx_kl"] for x in stats])
+                kls.append(stats["approx_kl"])
             if args.target_kl is not None and run.mean_over_ranks(kls) > args.target_kl:  # collective
                 break
-        run.means.lap("time/update")
 
         # auxiliary phase
-        phase_returns.append([batch.returns for batch in batches])
-        phase_ends = not args.aux_epochs or iteration % args.n_pi == 0
+        phase_returns.append(batch[-1])
+        phase_ends = iteration % n_pi == 0
         if args.aux_epochs and phase_ends:
-            returns = [torch.cat(x) for x in zip(*phase_returns, strict=True)]  # of each shard
-            phases = [Phase(args, run, agent, *x, obs_moments) for x in zip(rollouts, returns, strict=True)]
-            draws = torch.rand(args.aux_epochs, args.num_envs, args.n_pi * args.num_steps, generator=generator)
-            draws = draws[:, world.local_slice(args.num_envs)]
-            aux_inds = [minibatch_inds(draws[:, shard], args.num_aux_minibatches) for shard in envs.shards]
+            run.lap("time/update")
+            all_obs = phase_obs.reshape(-1, *phase_obs.shape[2:])  # (n_pi * num_steps, n, *shape): a GPU may hold less
+            all_returns = torch.cat([*phase_returns])
+            old_pi = []
+            for x in phase_obs:
+                old_pi += run.by_shard(lambda x: [agent.pi(agent.actor(x))], run.upload(obs_moments.normalized(x)))
+            old_pi = torch.cat(old_pi).flatten(0, 1)  # to be preserved
+            draws = torch.rand(args.aux_epochs, args.num_envs, len(all_obs), generator=generator)
+            aux_inds = minibatch_inds(draws[:, local_envs], args.num_aux_minibatches)
             for aux_epoch in range(args.aux_epochs):
-                for i in range(args.num_aux_minibatches):
-                    minibatches = [phase.take(x[aux_epoch, i]) for phase, x in zip(phases, aux_inds, strict=True)]
+                for mb_inds in aux_inds[aux_epoch]:
+                    steps, places = np.divmod(mb_inds.numpy(), envs.num_envs)
+                    mb_obs = run.upload(obs_moments.normalized(all_obs[steps, places]))
+                    mb_inds = mb_inds.to(run.device)
                     aux_optimizer.zero_grad()
-                    stats = run.backward(ddp_aux_loss, minibatches)  # collective: the mean gradient
+                    run.backward(ddp_aux_loss, mb_obs, all_returns[mb_inds], old_pi[mb_inds])  # collective
                     nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
                     aux_optimizer.step()
-                    run.means.add(stats)
-                world.gather([])  # collective; a stop request is heard here
-                if world.stop:
+                if world.poll_stop():  # collective
                     break
-            run.means.lap("time/aux")
+            run.lap("time/aux")
 
-        row = run.means.row()  # collective
-        row["charts/learning_rate"] = fraction * args.learning_rate
-        row["losses/epochs"] = epoch + 1
-        row |= explained_variance([(x.advantages, x.values) for x in batches], world)  # collective
-        run.logger.log(iteration * batch_size, row)
+        row = {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
+        row |= explained_variance(advantages, values, world)  # collective
+        run.log(global_step, row)  # collective
         # a checkpoint within a policy phase would lose what the auxiliary phase needs
-        if run.evaluate_and_checkpoint(iteration * batch_size, act, may_checkpoint=phase_ends):  # collective
+        if run.evaluate_and_checkpoint(global_step, may_checkpoint=phase_ends):  # collective
             break
-    run.finish()
+    run.finish()  # collective
 
 
 if __name__ == "__main__":

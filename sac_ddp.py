@@ -8,9 +8,8 @@ To use it in a project of your own, copy this file and `common/`.
 
 A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
 round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
-that results are the same, and a process may hold several. Without it, each process is one shard.
-In `train`, `batches`, `next_noise`, `obs`, `noise` and `stats` are lists with an entry for each shard of this
-process. Every process must reach the lines marked `# collective`, in the same order.
+that results are the same; `run.backward` does this. A sample holds what this process has of a batch.
+Every process must reach the lines marked `# collective`, in the same order.
 
 Differences from the reference (CleanRL's sac_continuous_action.py; by flag prioritised replay
 arXiv:1511.05952):
@@ -32,9 +31,7 @@ arXiv:1511.05952):
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -45,12 +42,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.acting import Acting
-from common.environments import open_environments
+from common.arguments import Count, Fraction, Many, Period, Positive, Rate, RunArgs, Whole
+from common.launch import launch
 from common.replay import Batch, ReplayBuffer
-from common.run.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole, next_multiple
-from common.run.launch import launch
-from common.run.loop import Run, crossed, open_run
+from common.run import Run, crossed, open_run
 from common.tensors import default_float
 
 
@@ -58,12 +53,12 @@ from common.tensors import default_float
 class Args(RunArgs):
     eval_every: Period = 10_000
 
-    # environment; the flags that all scripts share are in common/run/arguments.py
+    # environment; the flags that all scripts share are in common/arguments.py
     env_id: str = "Pendulum-v1"
-    """gymnasium id, envpool/..., or module:id of your own"""
+    """gymnasium id, or module:id of your own"""
     total_timesteps: Whole = 1_000_000
     """budget in environment transitions, all ranks; rounded down to whole vector steps"""
-    num_envs: Count = 4
+    num_envs: Many = 4
     """parallel environments, all ranks"""
     log_every: Count = 1_000
     """write a row at each multiple of this many transitions (all ranks)"""
@@ -102,14 +97,11 @@ class Args(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_divisible("buffer_size", "num_envs")
-        fits = self.batch_size <= self.buffer_size
-        self.require(fits, "batch_size", f"at most --buffer-size ({self.buffer_size})")
-        start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
+        self.require_multiple("buffer_size", self.num_envs, "--num-envs")
+        self.require(self.batch_size <= self.buffer_size, "batch_size", f"at most --buffer-size ({self.buffer_size})")
+        start = max(self.learning_starts, self.num_envs)
         period = self.train_frequency * self.policy_frequency
-        first_update = next_multiple(next_multiple(start + 1, period), self.num_envs)
-        needed = f"at least {first_update}, which has an update of the actor (--learning-starts {self.learning_starts})"
-        self.require_budget(first_update, needed)
+        self.require_budget(start + period + self.num_envs, "to come to an update of the actor")
 
 
 # ALGO LOGIC: networks
@@ -135,7 +127,7 @@ class Actor(nn.Module):
         high = action_space.high.astype(np.float64).ravel()
         self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(device)  # means and squashed log standard deviations
         options = {"dtype": torch.get_default_dtype(), "device": device}
-        self.scale = torch.tensor((high - low) / 2, **options)  # no buffers, which DDP would broadcast at each step
+        self.scale = torch.tensor((high - low) / 2, **options)
         self.bias = torch.tensor((high + low) / 2, **options)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +157,7 @@ class Critics(nn.Module):
 
 
 class CriticLoss(nn.Module):
-    """The temporal-difference losses of one shard's part of a batch. DDP wraps this, not the networks."""
+    """The temporal-difference losses of one shard's rows of a batch, of which there may be none."""
 
     def __init__(
         self, critics: Critics, critics_target: Critics, actor: Actor, log_alpha: nn.Parameter, scale: float
@@ -173,11 +165,11 @@ class CriticLoss(nn.Module):
         super().__init__()
         self.critics = critics
         self.critics_target = critics_target  # without gradients
-        self.next_policy = (actor, log_alpha)  # in a tuple, or DDP would wait for their gradients
+        self.next_policy = (actor, log_alpha)  # in a tuple, so that these are none of the loss's parameters
         self.scale = scale  # num_shards / batch_size
 
     def forward(self, batch: Batch, next_noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns this shard's share of the loss and, detached, what is logged and the TD errors (b,).
+        """Returns this shard's share of the loss and, detached, what is logged (scalars) and the TD errors (b,).
 
         `next_noise` (b, d): of the actions that follow.
         """
@@ -194,12 +186,13 @@ class CriticLoss(nn.Module):
         qf1_loss, qf2_loss = qf_losses
         qf1_values, qf2_values = qf.sum(1) * self.scale
         stats = {"qf1_loss": qf1_loss, "qf2_loss": qf2_loss, "td_errors": delta.abs().mean(0)}
+        stats["qf_loss"] = (qf1_loss + qf2_loss) / 2
         stats |= {"qf1_values": qf1_values, "qf2_values": qf2_values}
         return qf_losses.sum(), {name: x.detach() for name, x in stats.items()}
 
 
 class ActorLoss(nn.Module):
-    """The losses of actor and temperature on a shard's part of a batch. DDP wraps this, not the networks."""
+    """The losses of actor and temperature on one shard's rows of a batch."""
 
     def __init__(self, actor: Actor, log_alpha: nn.Parameter, critics: Critics, scale: float) -> None:
         super().__init__()
@@ -221,63 +214,34 @@ class ActorLoss(nn.Module):
         return actor_loss + alpha_loss, stats
 
 
-# ALGO LOGIC: collect
-
-
-def collect(
-    args: Args, run: Run, rb: ReplayBuffer, actor: Actor, policy: Acting, generator: torch.Generator
-) -> Iterator[None]:
-    """Store one vector step in `rb` at a time, for ever.
-
-    All environments start anew where the run says so: at the beginning, and after each checkpoint.
-    """
-    envs = run.envs
-    local_envs = run.world.local_slice(args.num_envs)
-    for step in itertools.count(run.global_step // args.num_envs):
-        if run.environments_must_start:
-            obs = run.start_environments()
-            rb.start(obs)
-        # every process draws the noise of all environments and keeps that of its own
-        uniform = step * args.num_envs < args.learning_starts
-        draw = torch.rand if uniform else torch.randn
-        noise = draw(args.num_envs, len(actor.scale), generator=generator)[local_envs]
-        if uniform:
-            actions = (actor.bias + actor.scale * (2 * run.upload(noise) - 1)).cpu().numpy()
-        else:
-            actions = policy(obs, noise.numpy())
-
-        obs, rewards, terminations, truncations, infos = envs.step(actions)
-        rb.add(actions, rewards, terminations, truncations, obs, infos)
-        yield
-
-
 COLUMNS = (
-    *("losses/qf_loss", "losses/qf1_loss", "losses/qf2_loss", "losses/qf1_values", "losses/qf2_values"),
-    *("losses/actor_loss", "losses/alpha_loss", "losses/alpha"),
+    "losses/qf_loss",
+    "losses/qf1_loss",
+    "losses/qf2_loss",
+    "losses/qf1_values",
+    "losses/qf2_values",
+    "losses/actor_loss",
+    "losses/alpha_loss",
+    "losses/alpha",
 )
 
 
 def main(args: Args) -> None:
     """Train. Opens and closes all it needs; raises `BadInput` for settings that cannot work."""
-    with open_environments(args, (gym.spaces.Box,)) as envs:
-        obs_space, action_space = envs.single_observation_space, envs.single_action_space
-        args.require(len(obs_space.shape) == 1, "env_id", "an environment with vector observations, not images")
-        low, high = action_space.low, action_space.high
-        bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
-        needed = f"an environment whose actions have distinct bounds, within -1e6 and 1e6, not {action_space}"
-        args.require(bounded, "env_id", f"{' '.join(needed.split())} (gymnasium.wrappers.TransformAction gives such)")
-        options = {"action_shape": (math.prod(action_space.shape),), "action_dtype": default_float()}
-        options |= {"gamma": args.gamma, "alpha": args.per_alpha if args.prioritized else 0.0}
-        rb = ReplayBuffer(args.buffer_size, args.num_envs, envs.world, obs_space, **options)
-        with open_run(args, __file__, COLUMNS, envs) as run:  # collective
-            train(args, run, rb)
+    with open_run(args, __file__, COLUMNS, (gym.spaces.Box,)) as run:  # collective
+        train(args, run)
 
 
-def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
-    """The training loop. A function of its own: DDP modules must be freed before the process group closes."""
+def train(args: Args, run: Run) -> None:
     world = run.world
-    spaces = (run.envs.single_observation_space, run.envs.single_action_space)
+    envs = run.envs
+    spaces = (envs.single_observation_space, envs.single_action_space)
+    args.require(len(spaces[0].shape) == 1, "env_id", "an environment with vector observations, not images")
+    low, high = spaces[1].low, spaces[1].high
+    bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
+    args.require(bounded, "env_id", "an environment whose actions have distinct bounds, within -1e6 and 1e6")
     budget = args.total_timesteps // args.num_envs * args.num_envs
+    local_envs = world.local_slice(args.num_envs)
 
     # one seed for all processes: the same networks and the same generator
     torch.manual_seed(args.seed)
@@ -298,71 +262,88 @@ def train(args: Args, run: Run, rb: ReplayBuffer) -> None:
     if args.autotune:
         groups.append({"params": [log_alpha], "lr": args.q_lr})
     actor_optimizer = torch.optim.Adam(groups, fused=True)
-    run.register(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha, replay=rb)
-    run.register(q_optimizer=q_optimizer, actor_optimizer=actor_optimizer, generator=generator)
-    scale = world.num_shards / args.batch_size  # losses are sums; `run.backward` divides by num_shards
+    rb = ReplayBuffer(
+        args.buffer_size,
+        args.num_envs,
+        world,
+        spaces[0],
+        action_shape=(len(actor.scale),),
+        action_dtype=default_float(),
+        gamma=args.gamma,
+        alpha=args.per_alpha if args.prioritized else 0.0,
+    )
+    run.register(
+        actor=actor,
+        critics=critics,
+        critics_target=critics_target,
+        log_alpha=log_alpha,
+        q_optimizer=q_optimizer,
+        actor_optimizer=actor_optimizer,
+        generator=generator,
+        replay=rb,
+    )
+    scale = world.num_shards / args.batch_size  # losses are sums, and `run.backward` gives their mean over shards
     critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
     actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
-    # DDP averages gradients over processes. It hooks `forward` and nothing else, so it wraps the losses; acting
-    # uses the bare actor.
-    ddp_critic_loss = DDP(critic_loss_fn, **world.ddp_options) if world.uses_ddp else critic_loss_fn  # collective
-    ddp_actor_loss = DDP(actor_loss_fn, **world.ddp_options) if world.uses_ddp else actor_loss_fn  # collective
-    policy = run.policy(actor)  # arrays -> actions, by numpy
+    # DDP: it hooks `forward` and nothing else, so it wraps the losses; acting uses the bare actor
+    ddp_critic_loss = DDP(critic_loss_fn) if world.world_size > 1 else critic_loss_fn  # collective
+    ddp_actor_loss = DDP(actor_loss_fn) if world.world_size > 1 else actor_loss_fn  # collective
 
-    def draw_noise(batches: list[Batch]) -> list[torch.Tensor]:
-        """Normal noise for the whole batch, drawn on every process; each takes that of its places."""
-        noise = torch.randn(args.batch_size, len(actor.scale), generator=generator)
-        return run.upload([noise[batch.positions] for batch in batches])
+    def draw_noise(positions: slice) -> torch.Tensor:
+        """Normal noise for the whole batch, drawn on every process, which takes that of its places."""
+        return torch.randn(args.batch_size, len(actor.scale), generator=generator)[positions].to(run.device)
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
-        return policy.by_module(obs, np.zeros((len(obs), len(actor.scale)), default_float()))
+        with torch.no_grad():
+            obs = run.upload(obs)
+            return actor(obs, obs.new_zeros(len(obs), len(actor.scale)))[0].cpu().numpy()
 
-    # --resume takes a larger --total-timesteps, except with --prioritized, whose --per-beta rises
-    run.load_or_start(act, budget, per_beta=args.prioritized)  # collective
-    experience = collect(args, run, rb, actor, policy, generator)
+    run.load_or_start(act, budget)  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
-        run.means.lap()
-        next(experience)
-        run.means.lap("time/rollout")
+        # act; every process draws the noise of all environments and keeps that of its own
+        if run.needs_reset:  # at the beginning, and after a checkpoint
+            obs = run.reset_environments()
+            rb.start(obs)
+        uniform = run.global_step < args.learning_starts
+        draw = torch.rand if uniform else torch.randn
+        noise = draw(args.num_envs, len(actor.scale), generator=generator)[local_envs].to(run.device)
+        if uniform:
+            actions = actor.bias + actor.scale * (2 * noise - 1)
+        else:
+            [actions], _ = run.by_shard(actor, run.upload(obs)[None], noise[None])
+        actions = actions.cpu().numpy()
+        obs, rewards, terminations, truncations, infos = envs.step(actions)
+        rb.add(actions, rewards, terminations, truncations, obs, infos)
 
         # the updates that fell due in this vector step; `run.global_step` is that of the step before
         updates = range(run.global_step // args.train_frequency + 1, global_step // args.train_frequency + 1)
         if updates and global_step > max(args.learning_starts, args.num_envs):  # the buffer holds complete transitions
             beta = args.per_beta + (1.0 - args.per_beta) * (global_step / budget)
             for k in updates:
-                batches = rb.sample(args.batch_size, generator, beta)  # collective
-                next_noise = draw_noise(batches)
+                sample = rb.sample(args.batch_size, generator, beta)  # collective
+                noise = draw_noise(sample.positions)
                 q_optimizer.zero_grad()
-                stats = run.backward(ddp_critic_loss, batches, next_noise)  # collective: the mean gradient
+                stats = run.backward(ddp_critic_loss, sample.batch, noise, sizes=sample.sizes)  # collective
                 q_optimizer.step()
-                for batch, batch_stats in zip(batches, stats, strict=True):
-                    rb.update_priorities(batch.indices, batch_stats.pop("td_errors"))
-                run.means.add(stats)
+                rb.update_priorities(sample.indices, stats["td_errors"])
                 if k % args.policy_frequency == 0:
-                    obs = [batch.obs for batch in batches]
                     for _ in range(args.policy_frequency):  # makes up for the delay
-                        noise = draw_noise(batches)
+                        noise = draw_noise(sample.positions)
                         actor_optimizer.zero_grad()
-                        stats = run.backward(ddp_actor_loss, obs, noise)  # collective: the mean gradient
+                        run.backward(ddp_actor_loss, sample.batch.obs, noise, sizes=sample.sizes)  # collective
                         actor_optimizer.step()
-                        run.means.add(stats)
                 trained = k * args.train_frequency
                 if crossed(args.target_network_frequency, trained - args.train_frequency, trained):
                     with torch.no_grad():
                         torch._foreach_lerp_(target_parameters, parameters, args.tau)
-        run.means.lap("time/update")
 
         if run.row_due(global_step, args.log_every):  # collective
-            row = run.means.row()  # collective
-            row["charts/learning_rate"] = args.policy_lr
-            row["losses/alpha"] = log_alpha.exp().item()
-            if "losses/qf1_loss" in row:
-                row["losses/qf_loss"] = (row["losses/qf1_loss"] + row["losses/qf2_loss"]) / 2
-            run.logger.log(global_step, row)
-        if run.evaluate_and_checkpoint(global_step, act):  # collective
+            row = {"charts/learning_rate": args.policy_lr, "losses/alpha": log_alpha.exp().item()}
+            run.log(global_step, row)  # collective
+        if run.evaluate_and_checkpoint(global_step):  # collective
             break
-    run.finish(action_scale=actor.scale, action_bias=actor.bias)
+    run.finish()  # collective
 
 
 if __name__ == "__main__":

@@ -1,305 +1,322 @@
-"""Vector environments: how they are made, seeded by global index, checked and counted."""
+"""Vector environments: how they are made, seeded by global index, and counted; and evaluations in them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-import torch
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv
 
-from common.distributed import World
-from common.encoders import is_large
-from common.errors import BadInput, Fault, one_line, require_divisible
-from common.machine import keep_freed_memory, set_threads
-from common.simulators import MAKE_ANEW, RESERVED_OPTIONS, make_vec, seed_libraries
+from common.processes import BadInput, World, end_with_parent
+from common.tensors import default_float
 
 TRAINING, EVALUATION, RESTART = range(3)  # seed domains
+MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
+EVALUATION_BOUNDARY = 100  # steps of an evaluation
 
 
-def environment_seeds(seed: int, domain: int, indices: Sequence[int], checkpoint: int = 0) -> np.ndarray:
-    """One seed for each global index, derived from (seed, domain, index), so that runs share no streams.
-
-    After a `checkpoint`, which has this number, training has others.
-    """
+def environment_seeds(seed: int, domain: int, indices: Sequence[int], checkpoint: int = 0) -> list[int]:
+    """One seed for each global index, so that runs share no streams; in training others after a `checkpoint`."""
     words = [RESTART, checkpoint] if checkpoint and domain == TRAINING else [domain]
     seeds = [np.random.SeedSequence([seed, *words, i]).generate_state(1)[0] for i in indices]
-    return np.array(seeds, dtype=np.int64) >> 1  # 31 bits: what every simulator takes
+    return [int(x) >> 1 for x in seeds]  # 31 bits: what every simulator takes
 
 
-class Episode(NamedTuple):
-    """The seed of an evaluation episode, the actions as the environment took them, and the return."""
+class Environments:
+    """This rank's environments, each with a global index and a seed of its own.
 
-    seed: int
-    actions: list[Any]
-    episodic_return: float
-
-
-class EpisodeStatistics:
-    """Return (of unchanged rewards) and length of every whole episode of the local environments.
-
-    An Atari game does not end with a life. `family`: of simulators other than "ALE" and "envpool" no
-    infos are read.
+    `parts`: the global indices of each shard; `shards`: the same in local ones. Images are (channels, height, width),
+    vectors floats. `atari`: Atari games, with `stack` frames in an observation, oldest first. `finished`: (return,
+    length, local environment) of episodes that ended. Raises `BadInput` naming --env-id or --env-kwargs.
     """
 
-    def __init__(self, shards: list[slice], family: str) -> None:
-        self.shards = shards
-        self.family = family
-        num_envs = shards[-1].stop
-        self.returns = np.zeros(num_envs)
-        self.lengths = np.zeros(num_envs, dtype=np.int64)
-        self.frames = np.zeros(num_envs, dtype=np.int64)
-        self.finished: list[tuple[float, int, int]] = []  # (return, length, local environment)
-
-    def step(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict) -> np.ndarray:
-        """Count one vector step: arrays (n,) -> where whole episodes ended (n,)."""
-        self.returns += rewards
-        self.lengths += 1
-        dones = terminations | truncations
-        if self.family == "envpool":
-            dones = infos["game_over"]
-        elif self.family == "ALE":
-            ended = infos["episode_frame_number"] < self.frames  # not where a life was lost
-            dones = truncations | (terminations & ended)
-            self.frames[:] = infos["episode_frame_number"]
-        for i in dones.nonzero()[0]:
-            self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
-            self.returns[i] = 0.0
-            self.lengths[i] = 0
-        return dones
-
-    def pop(self) -> list[dict[str, float]]:
-        """For each shard, sums over its episodes that ended since the last call."""
-        sums = np.zeros((len(self.shards), 3))
-        for episode_return, length, i in self.finished:
-            shard = next(k for k, envs in enumerate(self.shards) if i < envs.stop)
-            sums[shard] += episode_return, length, 1
-        self.finished = []
-        return [dict(zip(("return", "length", "episodes"), row, strict=True)) for row in sums]
-
-
-class Environments(VectorWrapper):
-    """Environments with global indices and a seed each; rewards and observations must be finite.
-
-    Images are (channels, height, width): views, if the simulator has `channels_last`.
-    `atari`: Atari games in C++, with `stack` frames in an observation, oldest first; after a reset
-    these are copies of the first (`repeats_first`), or zeros. `shards`: the environments of each shard.
-    `episodes`: statistics since the start. `evaluation`: None if this rank plays no part of it.
-    `first_episode`: of the last evaluation, on the rank that played it.
-    """
-
-    world: World | None = None
-    evaluation: Environments | None = None
-    first_episode: Episode | None = None
-
-    def __init__(self, envs: VectorEnv, family: str, seed: int, domain: int, indices: Sequence[int]) -> None:
-        super().__init__(envs)
-        space = envs.single_observation_space
-        self.family = family
-        self.seed = seed
+    def __init__(self, args: Any, domain: int, parts: list[range], world: World) -> None:
+        self.args = args
         self.domain = domain
-        self.indices = indices
-        self.seeds = environment_seeds(seed, domain, indices)
-        self.checkpoint = 0
-        self.shards = [slice(0, len(indices))]
-        self.atari = family == "ALE" or getattr(envs, "atari", False)
-        self.stack = space.shape[0] if family == "ALE" else getattr(envs, "stack", 1)
-        self.repeats_first = family == "envpool"
-        self.channels_last = channels_axis(space, family, self.atari) == 2
+        self.world = world
+        self.indices = np.concatenate(parts)
+        self.num_envs = len(self.indices)
+        ends = np.cumsum([len(part) for part in parts])
+        self.shards = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        self.family = args.env_id.partition("/")[0]
+        self.started = False
+        self.envs = self._make()
+        space = self.envs.single_observation_space
+        self.single_action_space = self.envs.single_action_space
+        self.atari = self.family == "ALE" or getattr(self.envs, "atari", False)
+        self.stack = space.shape[0] if self.family == "ALE" else 1
+        self.channels_last = is_channels_last(space, args.env_id, self.atari)
+        self.casts = len(space.shape) == 1 and space.dtype.kind != "f"
         if self.channels_last:
-            bounds = [self._channels_first(x) for x in (space.low, space.high)]
-            self.single_observation_space = gym.spaces.Box(*bounds, dtype=space.dtype)
+            bounds = [np.moveaxis(x, -1, 0) for x in (space.low, space.high)]
+            space = gym.spaces.Box(*bounds, dtype=space.dtype)
+        elif self.casts:
+            space = gym.spaces.Box(-np.inf, np.inf, space.shape, default_float())
+        self.single_observation_space = space
 
-    def storage(self, *shape: int) -> np.ndarray:
-        """Zeros (*shape, *observation's shape), with the memory layout of the simulator's observations."""
-        space = self.env.single_observation_space
-        return self._channels_first(np.zeros((*shape, *space.shape), space.dtype))
+    def _make(self) -> VectorEnv:
+        args = self.args
+        seed_libraries(environment_seeds(args.seed, self.domain, self.indices[:1])[0])
+        try:
+            life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
+            return make_vec(args, self.num_envs, args.num_threads or self.world.cores, life_loss)
+        except (gym.error.Error, ImportError, OSError, TypeError) as error:  # OSError: a missing ROM, say
+            flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
+            raise BadInput(f"{flags}: {' '.join(str(error).split())}") from error
 
-    def start(self, checkpoint: int = 0) -> np.ndarray:
-        """Reset every environment with its own seed -> observations (n, *shape).
+    def reset(self, checkpoint: int = 0) -> np.ndarray:
+        """Start an episode in every environment -> observations (n, *shape). `checkpoint`: the last one's number.
 
-        `checkpoint`: the number of the last one, or 0. After each, training has other seeds, and simulators
-        in Python are made anew: some keep hidden state, such as BipedalWalker its Box2D world.
+        The first time takes what is there, later ones make all simulators anew: some keep hidden state.
         """
-        seeds = environment_seeds(self.seed, self.domain, self.indices, checkpoint)
-        if checkpoint and self.domain == TRAINING:
-            seed_libraries(int(seeds[0]))
-        anew = checkpoint != self.checkpoint and self.family not in RESERVED_OPTIONS
-        self.checkpoint = checkpoint
+        if self.started:
+            self.close()
+            self.envs = self._make()
+        self.started = True
         self.steps = 0
-        self.episodes = EpisodeStatistics(self.shards, self.family)
-        seeds = seeds if self.family == "ALE" else seeds.tolist()  # ALE's take only an array
-        obs, _ = self.env.reset(seed=seeds, options=MAKE_ANEW if anew else None)
-        self._require_finite("an observation", obs)
-        return self._channels_first(obs)
+        self.returns = np.zeros(self.num_envs)
+        self.lengths = np.zeros(self.num_envs, dtype=np.int64)
+        self.frames = np.zeros(self.num_envs, dtype=np.int64)  # of an Atari game so far
+        self.finished: list[tuple[float, int, int]] = []
+        self.seeds = environment_seeds(self.args.seed, self.domain, self.indices, checkpoint)
+        seed_libraries(self.seeds[0])
+        obs, _ = self.envs.reset(seed=np.array(self.seeds) if self.family == "ALE" else self.seeds)
+        self._require_finite("its observation", obs)
+        return self._converted(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step, of actions that `clip_to_action_space` takes.
+        """A vector step of actions (n,) from 0, or (n, d), which are clipped to their bounds.
 
-        `episode_ended` in the infos (n,): where a whole episode ended.
-        An episode that ends by itself in the step of its limit is terminated and not truncated.
-        Raises `Fault`, naming environment and step, for what is not finite.
+        Infos: `final_obs`, by environment, the last observations of truncated episodes; `episode_ended` (n,):
+        where a whole episode ended, not at a lost life. An episode that ends by itself is not truncated.
+        Raises `FloatingPointError`, naming environment and step, for what is not finite.
         """
         self.steps += 1
-        actions = self.clip_to_action_space(actions)
         self._require_finite("the networks have diverged: the action for it", actions)
-        try:
-            obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        except SystemExit as error:  # a window that was closed, say: the run is not done
-            raise Fault(f"--env-id: an environment called sys.exit({error.code}).") from error
-        self._require_finite("a reward", rewards)
-        self._require_finite("an observation", obs)
-        infos["episode_ended"] = self.episodes.step(rewards, terminations, truncations, infos)
-        if "final_obs" in infos:  # where an episode ended
-            truncations = truncations & ~terminations
-            if self.channels_last:
-                dones = np.flatnonzero(terminations | truncations)
-                infos["final_obs"] = {i: self._channels_first(infos["final_obs"][i]) for i in dones}
-            for i in np.flatnonzero(truncations):
-                self._require_finite("its last observation", infos["final_obs"][i][None], first=i)
-        if self.world is not None:
-            self.world.watchdog.feed()
-        return self._channels_first(obs), rewards, terminations, truncations, infos
+        obs, rewards, terminations, truncations, infos = self.envs.step(self.for_simulator(actions))
+        self._require_finite("its reward", rewards)
+        self._require_finite("its observation", obs)
+        truncations = truncations & ~terminations
+        final_obs = {}
+        for i in truncations.nonzero()[0]:
+            last = np.array(infos["final_obs"][i])[None]
+            self._require_finite("its last observation", last, first=i)
+            [final_obs[i]] = self._converted(last)
+        ended = self._count(rewards, terminations, truncations, infos)
+        infos = {"final_obs": final_obs, "episode_ended": ended}
+        self.world.feed()
+        return self._converted(obs), rewards, terminations, truncations, infos
 
-    def clip_to_action_space(self, actions: np.ndarray) -> np.ndarray:
-        """Actions (n,) from 0 -> from the space's start; (n, d) -> clipped; both of the space's type."""
+    def for_simulator(self, actions: np.ndarray) -> np.ndarray:
+        """Actions (n,) from 0 -> from the space's start; (n, d) -> in its shape, clipped; both of its type."""
         space = self.single_action_space
         if isinstance(space, gym.spaces.Discrete):
             return (actions + space.start).astype(space.dtype, copy=False)
         return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
 
-    def close(self) -> None:
-        asynchronous = hasattr(self.unwrapped, "processes")
-        self.env.close(**({"timeout": 5} if asynchronous else {}))
+    def _count(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict) -> np.ndarray:
+        """Count a vector step, by unchanged rewards -> where whole episodes ended."""
+        self.returns += rewards
+        self.lengths += 1
+        ended = terminations | truncations
+        if self.family == "ALE":
+            over = infos["episode_frame_number"] < self.frames  # not where a life was lost
+            ended = truncations | (terminations & over)
+            self.frames[:] = infos["episode_frame_number"]
+        elif self.family == "envpool":
+            ended = infos["game_over"]
+        for i in ended.nonzero()[0]:
+            self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
+            self.returns[i] = 0.0
+            self.lengths[i] = 0
+        return ended
 
-    def _channels_first(self, obs: np.ndarray) -> np.ndarray:
-        return np.moveaxis(obs, -1, -3) if self.channels_last else obs
+    def pop_sums(self) -> list[dict[str, float]]:
+        """For each shard, sums over its episodes that ended since the last call."""
+        sums = [{"return": 0.0, "length": 0.0, "episodes": 0.0} for _ in self.shards]
+        for episode_return, length, i in self.finished:
+            of_shard = next(x for x, shard in zip(sums, self.shards, strict=True) if i < shard.stop)
+            of_shard["return"] += episode_return
+            of_shard["length"] += length
+            of_shard["episodes"] += 1
+        self.finished = []
+        return sums
+
+    def close(self) -> None:
+        self.envs.close(**({"timeout": 5} if hasattr(self.envs, "processes") else {}))
+
+    def _converted(self, obs: np.ndarray) -> np.ndarray:
+        if self.channels_last:
+            return np.moveaxis(obs, -1, -3)
+        return obs.astype(default_float()) if self.casts else obs
 
     def _require_finite(self, what: str, values: np.ndarray, first: int = 0) -> None:
-        """Raise `Fault` for a float that is not finite. `values[0]` is of the local environment `first`."""
+        """Raise for a float that is not finite. `values[0]` is of the local environment `first`."""
         if values.dtype.kind != "f" or math.isfinite(np.vdot(values, values)):  # cheap; it may overflow
             return
-        for i, value in enumerate(values):
+        for i, value in enumerate(values, first):
             if not np.isfinite(value).all():
-                number = value[~np.isfinite(value)].flat[0]
                 name = "environment" if self.domain == TRAINING else "evaluation episode"
-                where = f"{name} {self.indices[first + i]}, its step {self.steps}"
-                raise Fault(f"{where}: {what} is not finite ({number}).")
+                raise FloatingPointError(f"{name} {self.indices[i]}, its step {self.steps}: {what} is not finite")
+
+
+def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: bool = False) -> VectorEnv:
+    """The bare environments of --env-id, which reset in the step that ends an episode. `draws`: for films."""
+    options = json.loads(args.env_kwargs)
+    same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    family = args.env_id.partition("/")[0]
+    if family == "envpool":
+        from common.pool import Pool
+
+        return Pool(args.env_id.removeprefix("envpool/"), num_envs, threads, options, life_loss, draws)
+    if family == "ALE":
+        import ale_py
+
+        gym.register_envs(ale_py)
+        own = same_step | {
+            "num_threads": min(threads, num_envs),
+            "life_loss_info": life_loss,
+            "reward_clipping": False,  # statistics count the score; scripts take the sign
+        }
+        options = {"repeat_action_probability": 0.0} | options  # as in the published results for NoFrameskip-v4
+        if draws:
+            options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
+        return gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point", **own, **options)
+    if family == "MinAtar" and args.env_id not in gym.registry:
+        from minatar.gym import register_envs
+
+        register_envs()
+    if draws:
+        options = {"render_mode": "rgb_array"} | options
+    own = {"wrappers": [partial(Simulator, minatar=family == "MinAtar")]}
+    own["vector_kwargs"] = same_step | {"copy": False}  # scripts copy what they keep
+    return gym.make_vec(args.env_id, num_envs, vectorization_mode=args.vectorization, **own, **options)
+
+
+def seed_libraries(seed: int) -> None:
+    """Seed what an environment may draw from beside its own generator: `random` and `numpy.random`."""
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 @contextmanager
-def open_environments(
-    args: Any, action_spaces: tuple[type[gym.Space], ...], life_loss: bool = False
-) -> Iterator[Environments]:
-    """This rank's training environments, with the `world` and its part of the `evaluation`.
-
-    `args`: a script's. Shard s plays the episodes e with e mod the number of shards = s.
-    Sets threads, and how memory and denormal numbers are treated.
-    Raises `BadInput` as `World` and `make_envs` do, and if the environments do not divide.
-    """
-    world = World(args.cuda, args.shards)
-    divisor_name = "--shards" if world.sharded else "the number of processes"
-    require_divisible("--num-envs", args.num_envs, world.num_shards, divisor_name)
-    size = args.num_envs // world.num_shards
-    num_episodes = args.eval_episodes if args.eval_every else 0
-    training = [range(shard * size, (shard + 1) * size) for shard in world.shards]
-    episodes = [range(shard, num_episodes, world.num_shards) for shard in world.shards if shard < num_episodes]
-    options = {"vectorization": args.vectorization, "env_kwargs": args.env_kwargs}
-    options |= {"num_threads": args.num_threads or world.cores, "life_loss": life_loss}
-
-    with ExitStack() as stack:
-        # processors take some twenty times as long for numbers nearer to 0 than 1e-38, and Adam's averages
-        # for dead units become such; threads and processes that are started later take them as 0 too
-        torch.set_flush_denormal(True)
-        stack.callback(torch.set_flush_denormal, False)
-
-        def opened(domain: int, parts: list[range]) -> Environments:
-            envs = make_envs(args.env_id, args.seed, domain, np.concatenate(parts), action_spaces, **options)
-            stack.callback(envs.close)
-            ends = np.cumsum([len(part) for part in parts])
-            envs.shards = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
-            envs.world = world
-            return envs
-
-        envs = opened(TRAINING, training)
-        if episodes:
-            envs.evaluation = opened(EVALUATION, episodes)
-        set_threads(args.num_threads, is_large(envs.single_observation_space), world)
-        keep_freed_memory()
-        yield envs
-
-
-def make_envs(
-    env_id: str,
-    seed: int,
-    domain: int,
-    indices: Sequence[int],
-    action_spaces: tuple[type[gym.Space], ...],
-    vectorization: str = "sync",
-    num_threads: int = 1,
-    life_loss: bool = False,
-    env_kwargs: str = "{}",
-) -> Environments:
-    """The environments of global `indices`, which reset in the step that ends an episode.
-
-    `num_threads`: of Atari and EnvPool. `life_loss`: a lost life of Atari terminates, in training.
-    Raises `BadInput` naming --env-id for an unknown id, a missing package, or an unsupported space
-    (`action_spaces`: the supported), and --env-kwargs for what the simulator refuses.
-    """
-    options = json.loads(env_kwargs)
-    flags = f"--env-id {env_id}" + (f" --env-kwargs {env_kwargs}" if options else "")
-    family = env_id.partition("/")[0]
-    for name in options.keys() & RESERVED_OPTIONS.get(family, set()):
-        raise BadInput(f"--env-kwargs {env_kwargs}: {name} is not to be set here; leave it out.")
-    first_seed = int(environment_seeds(seed, domain, indices[:1])[0])
-    own = {"life_loss": life_loss and domain == TRAINING, "one_episode": domain == EVALUATION}
+def generators_kept() -> Iterator[None]:
+    """Leave those generators as they were."""
+    states = (random.getstate(), np.random.get_state())
     try:
-        envs = make_vec(env_id, len(indices), first_seed, options, vectorization, num_threads, **own)
-    except (gym.error.Error, ImportError, OSError, BadInput) as error:  # OSError: a missing ROM, say
-        reason = one_line(error)
-        if isinstance(error, ModuleNotFoundError) and error.name:  # None for a user's module
-            reason = f"needs a package that is missing: pip install {error.name.replace('_', '-')}"
-        raise BadInput(f"{flags}: {reason}") from error
-    except Exception as error:
-        if not options:
-            raise
-        raise BadInput(f"--env-kwargs {env_kwargs}: {type(error).__name__}: {one_line(error)}") from error
-    assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    try:
-        require_action_space(envs.single_action_space, action_spaces)
-        return Environments(envs, family, seed, domain, indices)
-    except BadInput as error:
-        envs.close()
-        raise BadInput(f"{flags}: {one_line(error)}.") from None
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
-def channels_axis(space: gym.Space, family: str, atari: bool) -> int | None:
-    """The axis of an image's channels, 0 or 2, the smallest except in games; None of a vector.
+class Simulator(gym.Wrapper):
+    """One environment that is written in Python: without its infos, which nothing reads.
 
-    Raises `BadInput` for all other observations.
+    In a worker process Ctrl-C spares it, it never outlives its rank, and libraries are seeded for it alone.
+    """
+
+    def __init__(self, env: gym.Env, minatar: bool) -> None:
+        super().__init__(env)
+        self.minatar = minatar
+        # the rank itself makes one too, for its spaces
+        self.in_worker = multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv>")
+        if self.in_worker:
+            os.setsid()
+            end_with_parent()
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        if self.in_worker and seed is not None:
+            seed_libraries(seed)
+        if self.minatar:
+            self.unwrapped.game.last_action = 0  # it may stick, and MinAtar keeps it over a reset
+        obs, _ = self.env.reset(seed=seed, options=options)
+        return obs, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        if terminated or truncated:  # kept while the vector resets; many return one array at each step
+            obs = np.array(obs, self.observation_space.dtype)
+        return obs, reward, terminated, truncated, {}
+
+
+def is_channels_last(space: gym.Space, env_id: str, atari: bool) -> bool:
+    """Whether an image's channels are its last axis: its smallest, except in games.
+
+    Raises `BadInput` for what is neither a vector nor an image.
     """
     shape = space.shape if isinstance(space, gym.spaces.Box) else ()
     if len(shape) == 1 and shape[0] > 0:
-        return None
+        return False
     if len(shape) == 3:
         axis = shape.index(min(shape)) if shape.count(min(shape)) == 1 else 1
         if atari:
             axis = 0  # of any number of frames
-        elif family == "MinAtar":
+        elif env_id.startswith("MinAtar/"):
             axis = 2  # of any number of kinds of objects
         if axis != 1 and min(np.delete(shape, axis)) >= 3:
-            return axis
+            return axis == 2
     image = "at least 3 x 3 with fewer channels, first or last, than rows and columns"
-    raise BadInput(f"observation space {space}: must be a vector (1-D Box) or an image (3-D Box, {image})")
+    needed = f"a vector (1-D Box) or an image (3-D Box, {image}), not {' '.join(str(space).split())}"
+    raise BadInput(f"--env-id {env_id}: its observations must be {needed}.")
 
 
-def require_action_space(space: gym.Space, supported: tuple[type[gym.Space], ...]) -> None:
-    integer_box = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
-    if integer_box or not isinstance(space, supported):
-        names = " or ".join(kind.__name__ for kind in supported)
-        raise BadInput(f"action space {space}: must be {names}; a Box must hold floats")
+class Episode(NamedTuple):
+    """The seed of an evaluation episode, the actions as the simulator took them, and the return."""
+
+    seed: int
+    actions: list[np.ndarray]
+    episodic_return: float
+
+
+@generators_kept()
+def evaluate(
+    act: Callable[[np.ndarray], np.ndarray], args: Any, world: World
+) -> tuple[dict[str, float], Episode | None]:
+    """Play --eval-episodes, each from its own seed, always the same -> a row of means and seconds; and the first.
+
+    `act` maps a shard's observations (n, *shape) to actions. Shard s plays the episodes e with e mod the number
+    of shards = s; rank 0 gets the first. An episode of `MAX_STEPS` counts as it stands. A stop request cuts it
+    short (`world.stop`); then the row means nothing.
+    """
+    start = time.perf_counter()
+    episodes = args.eval_episodes
+    results = np.zeros((episodes, 2))  # returns and lengths; those of other ranks stay 0
+    parts = [range(shard, episodes, world.num_shards) for shard in world.shards if shard < episodes]
+    envs = Environments(args, EVALUATION, parts, world) if parts else None
+    playing = np.ones(envs.num_envs if envs else 0, dtype=bool)
+    obs = envs.reset() if envs else None
+    first_actions = []  # of episode 0, on rank 0
+    for step in range(1, MAX_STEPS + 1):
+        if playing.any():
+            actions = np.concatenate([act(obs[shard]) for shard in envs.shards])
+            if playing[0] and args.capture_video and world.rank == 0:
+                first_actions.append(np.array(envs.for_simulator(actions)[0]))
+            obs, *_ = envs.step(actions)
+            for episode_return, length, i in envs.finished:
+                if playing[i]:  # the first episode of each counts
+                    results[envs.indices[i]] = episode_return, length
+                    playing[i] = False
+            envs.finished.clear()
+        if step % EVALUATION_BOUNDARY == 0:  # so that a long evaluation is no hang
+            num_playing = world.gather([playing.sum()]).sum()  # collective
+            if num_playing == 0 or world.stop:
+                break
+    for i in playing.nonzero()[0]:
+        results[envs.indices[i]] = envs.returns[i], envs.lengths[i]
+    if envs:
+        envs.close()
+    returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective
+    row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean()}
+    row |= {"eval/episodes": episodes, "time/eval": time.perf_counter() - start}
+    return row, Episode(envs.seeds[0], first_actions, results[0, 0]) if first_actions else None

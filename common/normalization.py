@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from common.distributed import World
-from common.tensors import default_float, upload
+from common.processes import World
+from common.tensors import default_float
 
 
 class RunningMoments:
@@ -22,18 +22,18 @@ class RunningMoments:
         self.mean = np.zeros(shape)
         self.m2 = np.zeros(shape)
 
-    def update(self, parts: list[np.ndarray], world: World) -> None:
-        """Add a batch: (..., *shape) of each of this rank's shards, in order. Every rank must call.
+    def update(self, x: np.ndarray, world: World) -> None:
+        """Add (T, n, *shape) of this rank's n environments. Every rank must call.
 
         Moments are merged as by Chan et al. (1979), so that large squares do not cancel.
         """
         if not self.enabled:
             return
         of_shards = []
-        for x in parts:
-            x = x.reshape(-1, *self.shape).astype(np.float64)
-            mean = x.mean(0)
-            of_shards.append([len(x), *mean.ravel(), *((x - mean) ** 2).sum(0).ravel()])
+        for part in np.split(x, len(world.shards), axis=1):
+            part = part.reshape(-1, *self.shape).astype(np.float64)
+            mean = part.mean(0)
+            of_shards.append([len(part), *mean.ravel(), *((part - mean) ** 2).sum(0).ravel()])
         for count, *moments in world.gather_shards(of_shards):  # collective
             mean, m2 = np.reshape(moments, (2, *self.shape))
             total = self.count + count
@@ -54,58 +54,65 @@ class RunningMoments:
         return ((x - self.mean) / self.std).clip(-10, 10).astype(default_float())
 
     def scaled(self, x: np.ndarray) -> np.ndarray:
-        """x / std, clipped at +-10."""
-        return (x / self.std).clip(-10, 10) if self.enabled else x
+        """x / std, clipped at +-10, in torch's default dtype."""
+        x = (x / self.std).clip(-10, 10) if self.enabled else x
+        return x.astype(default_float())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, as tensors, which `torch.load(weights_only=True)` reads."""
-        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("count", "mean", "m2")}
+        values = {"count": self.count, "mean": self.mean, "m2": self.m2}
+        return {name: torch.tensor(x, dtype=torch.float64) for name, x in values.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        if self.enabled != bool(state["count"] > 0):
+            raise ValueError("it was normalised, or not, with another --norm-obs or --norm-reward")
         self.count = state["count"].item()
         self.mean = state["mean"].numpy()
         self.m2 = state["m2"].numpy()
 
 
-def discounted_returns(rewards: np.ndarray, dones: np.ndarray, gamma: float, carry: np.ndarray) -> np.ndarray:
+def discounted_returns(
+    rewards: np.ndarray, dones: np.ndarray, gamma: float, before: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Sums R_t = gamma R_{t-1} + r_t since the episode's start: (T, n) -> (T, n). Their deviation scales rewards.
 
-    `carry` (n,): R of the step before, updated in place. `dones` (T, n): a sum ends after that step.
+    `dones` (T, n): a sum ends after that step. `before` (n,): R of the step before; also returned, for the next.
     """
     returns = np.empty(rewards.shape)
     for step in range(len(rewards)):
-        carry *= gamma
-        carry += rewards[step]
-        returns[step] = carry
-        carry[dones[step]] = 0.0
-    return returns
+        returns[step] = gamma * before + rewards[step]
+        before = np.where(dones[step], 0.0, returns[step])
+    return returns, before
 
 
-def standardized(parts: list[torch.Tensor], world: World) -> list[torch.Tensor]:
-    """(..., size) of each shard here -> mean 0 and variance 1 (by N - 1) over `size` and all shards."""
+def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
+    """x, whose last axis has equal parts for each shard here -> mean 0, variance 1 (by N - 1).
+
+    Over the last `dims` axes and all ranks.
+    """
+    kept = x.shape[: x.ndim - dims]
+    count = x[(0,) * len(kept)].numel() * world.world_size
     sums = []
-    shape = parts[0].shape[:-1]
-    count = parts[0].shape[-1] * world.num_shards
-    for x in parts:
-        x = x.double()
-        sums.append(torch.stack([x.sum(-1), (x**2).sum(-1)]).flatten().cpu().numpy())
-    first, second = world.gather_shards(sums).sum(0).reshape(2, *shape, 1)  # collective
+    for part in x.double().chunk(len(world.shards), -1):
+        part = part.flatten(-dims)
+        sums.append(torch.stack([part.sum(-1), (part**2).sum(-1)]).flatten().cpu().numpy())
+    moments = world.gather_shards(sums).sum(0)  # collective
+    first, second = moments.reshape(2, *kept, *[1] * dims)
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
-    moments = [torch.from_numpy(x).to(parts[0].dtype) for x in (first / count, std)]
-    mean, std = upload(moments, parts[0].device)
-    return [(x - mean) / (std + 1e-8) for x in parts]
+    mean, std = (torch.from_numpy(moment).to(x) for moment in (first / count, std))
+    return (x - mean) / (std + 1e-8)
 
 
-def explained_variance(parts: list[tuple[torch.Tensor, torch.Tensor]], world: World) -> dict[str, float]:
-    """Advantages, values (B,) of each shard here -> the part of the returns' variance that the values explain.
+def explained_variance(advantages: np.ndarray, values: np.ndarray, world: World) -> dict[str, float]:
+    """The part of the variance of returns that the values explain: (T, n) of this rank's n environments.
 
-    Over all shards, as a column; no column where all returns are equal.
+    Over all ranks, as a column; no column where all returns are equal.
     """
     sums = []
-    for advantages, values in parts:
-        residuals = advantages.double().cpu().numpy()
-        values = values.double().cpu().numpy()
-        returns = values + residuals
+    parts = [np.split(x, len(world.shards), axis=1) for x in (advantages, values)]
+    for residuals, value in zip(*parts, strict=True):
+        residuals = residuals.astype(np.float64).ravel()
+        returns = value.astype(np.float64).ravel() + residuals
         sums.append([returns.size, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
     count, *moments = world.gather_shards(sums).sum(0)  # collective
     residual, target = [square - total**2 / count for total, square in np.reshape(moments, (2, 2))]

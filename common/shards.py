@@ -1,10 +1,9 @@
-"""Shards: the parts of an experiment whose arithmetic is the same on any number of processes.
+"""Shards: groups of environments, whose arithmetic is the same on any number of processes.
 
-Shard s of N is the environments `[s * num_envs // N, (s + 1) * num_envs // N)` and all that follows from them;
-a process holds neighbouring shards, and both numbers are powers of two. Arithmetic that rounds differently in
-another shape is done for each shard alone. Sums over shards have one order: gradients are added along a binary
-tree (here), all else along a table of all shards (`World.gather_shards`). Without `--shards` each process is
-one shard.
+Sums and products round differently in arrays of another shape. So networks run on each shard's
+numbers alone, and sums over shards have one order: gradients are added along a binary tree, all
+else along a table of all shards (`World.gather_shards`). Without `--shards` each process is one
+shard.
 """
 
 from __future__ import annotations
@@ -12,125 +11,117 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from common.distributed import World
-from common.errors import BadInput, Fault, one_line
 from common.memory import SLOT
-from common.tensors import is_dense
+from common.processes import BadInput, World
 
 
-class Gradients:
-    """The backward passes of losses, after which gradients are means over all shards of all processes."""
+class Gradient:
+    """Runs a loss and its backward on a batch; leaves in `.grad` the mean over all shards of all ranks.
 
-    def __init__(self, world: World, note: Callable[[str], None] = print) -> None:
+    `loss`: a module, or DDP around it, which returns the loss, a mean over the rows that it is given, and a dict of
+    tensors. Without shards and shared memory DDP averages over ranks itself, else by the communication hook
+    `_average`. `compiles`: whether to compile loss and gradient into one graph; where that fails, `note` says why.
+    Raises `BadInput` for a module that would make the result depend on the number of processes.
+    """
+
+    def __init__(self, loss: nn.Module, world: World, compiles: bool, note: Callable[[str], None]) -> None:
         self.world = world
+        self.compiles = compiles
+        self.compiled = False
         self.note = note
-        # of each loss; weak, since gloo may abort the process if a DDP module outlives its process group
-        self.parameters: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
-        self.compiled: WeakKeyDictionary[nn.Module, CompiledGradient] = WeakKeyDictionary()
-        self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients of this process's shards but the last
+        self.ddp = loss if isinstance(loss, DDP) else None
+        self.bare = loss.module if self.ddp else loss
+        if world.num_shards > 1:
+            require_same_on_any_process(self.bare)
+        self.parameters = [p for p in loss.parameters() if p.requires_grad]
+        self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients of this rank's shards but the last
 
-    def add_loss(self, loss: nn.Module, *inputs: list[Any], compiles: bool = False) -> None:
-        """Prepare a loss, which DDP wraps if there are several processes, before its first `backward`.
+        def gradient(*inputs: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+            value, stats = self.bare(*inputs)
+            return torch.autograd.grad(value, self.parameters), stats
 
-        `compiles`: whether to compile the loss and its gradient into one graph, for inputs like these.
-        Raises `BadInput` for a module that would make the result depend on the number of processes.
+        self.gradient = gradient
+        if self.ddp and (world.sharded or world.memory):
+            self.ddp.register_comm_hook(None, self._average)
+
+    def __call__(self, inputs: Any, sizes: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Inputs: nested tensors (b, ...), of which each shard has `sizes` rows -> what the loss reports for each.
+
+        Every rank must call.
         """
-        if self.world.uses_ddp or self.world.sharded:
-            require_same_on_any_process(loss)
-        self.parameters[loss] = [p for p in loss.parameters() if p.requires_grad]
-        if compiles:
-            self._compile(loss, *inputs)  # collective
-        if isinstance(loss, DDP) and (self.world.sharded or self.world.memory) and loss not in self.compiled:
-            loss.register_comm_hook(None, self._average_bucket)
+        parts = split(inputs, sizes)
+        if self.compiles:
+            self._compile(parts[0])  # collective
+        if self.ddp and not self.compiled:
+            return self._backward_by_ddp(parts)  # collective
+        results = []
+        for part in parts:
+            result = self.gradient(*part)
+            if self.compiled and self.parameters[0].is_cuda:  # CUDA graphs write the next one to the same memory
+                result = tree_map(torch.clone, result)
+            results.append(result)
+        gradients = tree_sum([[*gradient] for gradient, _ in results])
+        if self.world.world_size > 1:
+            flat = torch.cat([x.flatten() for x in gradients])
+            sum_over_ranks(flat, self.world)  # collective
+            flat_parts = flat.split([x.numel() for x in gradients])
+            gradients = [part.view(x.shape) for part, x in zip(flat_parts, gradients, strict=True)]
+        if self.world.num_shards > 1:
+            torch._foreach_div_(gradients, self.world.num_shards)
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            # a fused optimiser takes the parameters' order of memory for granted
+            p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+        return [stats for _, stats in results]
 
-    def _compile(self, loss: nn.Module, *inputs: list[Any]) -> None:
-        """Compile a loss for these inputs; where that fails on any process, say why, and go on without."""
-        if not self.compiled:
-            torch.compiler.reset()  # torch keeps eight graphs of a function, over all runs of a process
-        bare = loss.module if isinstance(loss, DDP) else loss
+    def _compile(self, inputs: Any) -> None:
+        """Compile for inputs like these; where that fails on any rank, go on without."""
+        self.compiles = False
+        # CUDA graphs, as by the mode "reduce-overhead"; and kernels that no timing chooses, on each rank alike
+        options = {"triton.cudagraphs": True, "deterministic": True} if self.parameters[0].is_cuda else None
+        torch._dynamo.config.trace_autograd_ops = True  # `backward` in a graph may not set `.grad`
+        compiled = torch.compile(self.gradient, fullgraph=True, dynamic=False, options=options)
         fault = ""
         try:
-            gradient = CompiledGradient(bare, self.parameters[loss], len(inputs[0]))
-            gradient(0, *(shards[0] for shards in inputs))
+            compiled(*inputs)
         except Exception as error:  # the compiler raises many kinds, one of them for a missing g++
-            fault = one_line(error)
+            fault = " ".join(str(error).split())[:300]
         faults = [x for x in self.world.gather_objects(fault) if x]  # collective
         if faults:
-            self.note(f"--compile: {type(bare).__name__} is not compiled ({faults[0]})")
+            self.note(f"--compile: {type(self.bare).__name__} is not compiled ({faults[0]})")
         else:
-            self.compiled[loss] = gradient
+            self.gradient = compiled
+            self.compiled = True
 
-    def backward(self, loss: nn.Module, *inputs: list[Any]) -> list[dict[str, torch.Tensor]]:
-        """Call `loss` with each shard's inputs, and leave in `.grad` the mean over all shards of all processes.
-
-        `inputs`: lists with an entry for each shard of this process. Returns what the loss reports for each shard.
-        Every process must call.
-        """
-        if any(p.grad is not None for p in self.parameters[loss]):
-            raise Fault("run.backward: gradients are not None; call optimizer.zero_grad() before.")
-        if loss in self.compiled:
-            return self._backward_compiled(self.compiled[loss], *inputs)  # collective
-        stats = []
-        parameters = self.parameters[loss]
-        *earlier, last = zip(*inputs, strict=True)
-        for shard_inputs in earlier:
-            with loss.no_sync() if isinstance(loss, DDP) else nullcontext():
-                value, shard_stats = loss(*shard_inputs)
-                value.backward()
-            stats.append(shard_stats)
-            self.earlier.append({p: p.grad for p in parameters if p.grad is not None})
-            for p in parameters:
+    def _backward_by_ddp(self, parts: list[Any]) -> list[dict[str, torch.Tensor]]:
+        all_stats = []
+        for number, part in enumerate(parts, 1):
+            for p in self.parameters:
                 p.grad = None
-        value, shard_stats = loss(*last)
-        value.backward()  # collective: DDP averages over processes
-        stats.append(shard_stats)
-        if earlier and not isinstance(loss, DDP):
-            used = [p for p in parameters if p.grad is not None]
-            if any(shard.keys() != set(used) for shard in self.earlier):
-                raise Fault("a loss uses a parameter for one shard and not for another: use it at every call.")
-            gradients = [p.grad for p in used]
-            self._add_earlier(used, gradients)
-            torch._foreach_div_(gradients, self.world.num_shards)
+            with nullcontext() if number == len(parts) else self.ddp.no_sync():
+                value, stats = self.ddp(*part)
+                value.backward()  # collective, of the last shard: DDP averages over processes
+            all_stats.append(stats)
+            if number < len(parts):
+                self.earlier.append({p: p.grad for p in self.parameters})
         self.earlier.clear()
-        return stats
+        return all_stats
 
-    def _backward_compiled(self, gradient: CompiledGradient, *inputs: list[Any]) -> list[dict[str, torch.Tensor]]:
-        stats = [gradient(index, *shard) for index, shard in enumerate(zip(*inputs, strict=True))]
-        flat, *others = gradient.flats
-        if others:
-            flat.copy_(tree_sum([[x] for x in gradient.flats])[0])
-        if self.world.sharded or self.world.memory:
-            sum_over_ranks(flat, self.world)  # collective
-        elif self.world.world_size > 1:
-            dist.all_reduce(flat)  # collective
-        if self.world.num_shards > 1:
-            flat /= self.world.num_shards
-        for p, view in zip(gradient.parameters, gradient.views[0], strict=True):
-            p.grad = view
-        return stats
-
-    def _add_earlier(self, parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> None:
-        """Add the gradients of this process's earlier shards to the last one's, in place."""
-        shards = [[shard[p] for p in parameters] for shard in self.earlier]
-        torch._foreach_copy_(gradients, tree_sum([*shards, gradients]))
-
-    def _average_bucket(self, _, bucket):
+    def _average(self, _, bucket):
         """DDP's communication hook: in the last shard's backward, the mean of a bucket over all shards."""
         buffer = bucket.buffer()
         if self.earlier:
             parameters = bucket.parameters()
             gradients = bucket.gradients()  # contiguous, though the bucket keeps each parameter's order of axes
-            for i, p in enumerate(parameters):
-                if not p.is_contiguous() and is_dense(p):
-                    gradients[i] = gradients[i].as_strided(p.shape, p.stride())
-            self._add_earlier(parameters, gradients)
+            gradients = [x.as_strided(p.shape, p.stride()) for x, p in zip(gradients, parameters, strict=True)]
+            shards = [[shard[p] for p in parameters] for shard in self.earlier]
+            torch._foreach_copy_(gradients, tree_sum([*shards, gradients]))
         sum_over_ranks(buffer, self.world)  # collective
         buffer /= self.world.num_shards
         future = torch.futures.Future()
@@ -138,49 +129,13 @@ class Gradients:
         return future
 
 
-class CompiledGradient:
-    """A loss and its gradient as one graph: by `torch.autograd.grad`, since `backward` in a graph may not set `.grad`.
-
-    `flats`: for each of `num_shards`, the newest gradients in one vector; `views`: the same, as parameters.
-    """
-
-    def __init__(self, loss: nn.Module, parameters: list[nn.Parameter], num_shards: int) -> None:
-        def gradient(*inputs: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-            value, stats = loss(*inputs)
-            return torch.autograd.grad(value, parameters), stats
-
-        self.parameters = parameters
-        self.on_gpu = parameters[0].is_cuda
-        # CUDA graphs, as by the mode "reduce-overhead"; and kernels that no timing chooses, in each process alike
-        options = {"triton.cudagraphs": True, "deterministic": True} if self.on_gpu else None
-        self.function = torch.compile(gradient, fullgraph=True, dynamic=False, options=options)
-        self.may_trace = torch._dynamo.config.patch(trace_autograd_ops=True)  # 20 us to make, none to enter
-        self.flats = parameters[0].new_zeros(num_shards, sum(p.numel() for p in parameters))
-        self.views = []
-        for flat in self.flats:
-            parts = flat.split([p.numel() for p in parameters])
-            # with the parameters' strides, which a fused optimiser takes for granted
-            self.views.append([x.as_strided(p.shape, p.stride()) for x, p in zip(parts, parameters, strict=True)])
-
-    def __call__(self, index: int, *inputs: Any) -> dict[str, torch.Tensor]:
-        """Write the gradients of shard `index` to `flats` -> what the loss reports."""
-        with self.may_trace:
-            gradients, stats = self.function(*inputs)
-        torch._foreach_copy_(self.views[index], gradients)
-        return {name: x.clone() for name, x in stats.items()} if self.on_gpu else stats  # CUDA graphs write there again
-
-
-def require_same_on_any_process(loss: nn.Module) -> None:
-    """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
-    for name, module in loss.named_modules():
-        fault = ""
-        if isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU):
-            fault = "draws for each process alone; leave it out, or draw as rule 2 of docs/modify.md says"
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False):
-            fault = "keeps statistics of each process alone; take nn.LayerNorm"
-        if fault and module.training:
-            name = name.removeprefix("module.")
-            raise BadInput(f"{name}: {type(module).__name__} {fault} (one process without --shards may have it).")
+def split(nest: Any, sizes: list[int]) -> list[Any]:
+    """Nested tensors (b, ...) -> the same of each shard, in memory of its own: kernels may round by address."""
+    if len(sizes) == 1:
+        return [nest]
+    leaves, spec = tree_flatten(nest)
+    parts = zip(*(x.split(sizes) for x in leaves), strict=True)
+    return [tree_unflatten([x.clone() for x in part], spec) for part in parts]
 
 
 def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -191,21 +146,34 @@ def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return parts[0]
 
 
-def sum_over_ranks(buffer: torch.Tensor, world: World) -> None:
-    """Replace `buffer` (n,) by its sum over ranks, along a binary tree of ranks."""
+def sum_over_ranks(flat: torch.Tensor, world: World) -> None:
+    """Replace (n,) by its sum over ranks, with shards along a binary tree of ranks."""
     if world.memory:
-        for part in buffer.split(SLOT // 8):  # numbers of at most 8 bytes
+        for part in flat.split(SLOT // 8):  # numbers of at most 8 bytes
             table = torch.from_numpy(world.memory.gather(part.view(torch.uint8).numpy()))  # collective
-            [total] = tree_sum([[row] for row in table.view(buffer.dtype)])
+            [total] = tree_sum([[row] for row in table.view(flat.dtype)])
             part.copy_(total)
+        return
+    if not world.sharded:
+        dist.all_reduce(flat)  # collective
         return
     distance = 1
     while distance < world.world_size:  # a + b on one rank, b + a on the other: the same bits
         other = world.rank ^ distance
-        sent = buffer if world.nccl else buffer.cpu()  # gloo sends CPU tensors only
+        sent = flat if world.nccl else flat.cpu()  # gloo sends CPU tensors only
         received = torch.empty_like(sent)
         operations = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
         for work in dist.batch_isend_irecv(operations):  # collective
             work.wait()
-        buffer += received.to(buffer.device)
+        flat += received.to(flat.device)
         distance *= 2
+
+
+def require_same_on_any_process(loss: nn.Module) -> None:
+    """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
+    kinds = nn.modules.dropout._DropoutNd | nn.RReLU | nn.modules.batchnorm._BatchNorm
+    for name, module in loss.named_modules():
+        counts = getattr(module, "track_running_stats", False)  # instance normalisation may
+        if module.training and (counts or isinstance(module, kinds)):
+            fault = f"{type(module).__name__} draws or counts in each process alone"
+            raise BadInput(f"{name}: {fault}; leave it out, or take nn.LayerNorm (docs/modify.md).")

@@ -17,44 +17,28 @@ def default_float() -> np.dtype:
 
 
 def to_tensor(array: np.ndarray) -> torch.Tensor:
-    """The array as a contiguous tensor that is aligned to 64 bytes, a copy only if needed.
+    """The array as a contiguous tensor, floats in torch's default type; a copy only if needed.
 
-    MKL rounds some products differently at another address, and a slice of an array may begin anywhere.
-    Images (n, channels, height, width) keep their order in memory.
+    It is aligned to 64 bytes: MKL rounds some products differently at another address.
     """
-    channels_last = array.ndim == 4 and array.strides[1] < array.strides[3]
-    if channels_last:
-        array = np.moveaxis(array, 1, -1)
+    if array.dtype.kind == "f":
+        array = array.astype(default_float(), copy=False)
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if tensor.data_ptr() % 64:
-        tensor = tensor.clone()
-    return tensor.movedim(-1, 1) if channels_last else tensor
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """True if the numbers lie side by side in memory, in whatever order of the axes."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.clone() if tensor.data_ptr() % 64 else tensor
 
 
 def upload(nest: Any, device: torch.device) -> Any:
-    """Nested lists, tuples and dicts with tensors -> the same with tensors on `device`.
+    """Nested tuples, lists and dicts with arrays -> the same with tensors on `device`, floats in torch's default type.
 
     A GPU gets all of them in one copy, for which this process need not wait.
     """
+    nest = tree_map_only(np.ndarray, to_tensor, nest)
     if device.type == "cpu":
         return nest
     tensors = [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
-    tensors = [x if is_dense(x) else x.contiguous() for x in tensors]
     sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
-
-    def unpacked(memory: torch.Tensor) -> list[torch.Tensor]:
-        views = []
-        for x, part in zip(tensors, memory.split(sizes), strict=True):
-            views.append(part[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride()))
-        return views
-
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for part, x in zip(unpacked(packed), tensors, strict=True):
-        part.copy_(x)
-    uploaded = iter(unpacked(packed.to(device, non_blocking=True)))
-    return tree_map_only(torch.Tensor, lambda _: next(uploaded), nest)
+    for part, x in zip(packed.split(sizes), tensors, strict=True):
+        part[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+    parts = iter(packed.to(device, non_blocking=True).split(sizes))
+    return tree_map_only(torch.Tensor, lambda x: next(parts)[: x.nbytes].view(x.dtype).view(x.shape), nest)

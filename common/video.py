@@ -5,9 +5,7 @@ Played again, so that the evaluation itself is the same with and without, whatev
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from common.environments import Episode
-from common.run.arguments import RunArgs
-from common.simulators import make_vec
+from common.arguments import RunArgs
+from common.environments import Episode, generators_kept, make_vec
 
 
+@generators_kept()
 def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
     """Write the episode, of `args.env_id`, as H.264 (mp4) with a picture for each step.
 
@@ -35,10 +33,8 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
     ale = args.env_id.startswith("ALE/")
     deadline = time.monotonic() + args.timeout / 2
     total = 0.0
-    python_state = random.getstate()  # an environment may draw from it
-    numpy_state = np.random.get_state()
     try:
-        env = make_vec(args.env_id, 1, episode.seed, json.loads(args.env_kwargs), draws=True)
+        env = make_vec(args, 1, threads=1, life_loss=False, draws=True)
         with closing(env), av.open(path, "w") as file:
             games = ale or getattr(env, "atari", False)
             rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
@@ -65,6 +61,3 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
     except Exception:
         path.unlink(missing_ok=True)
         raise
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

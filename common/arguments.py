@@ -1,4 +1,4 @@
-"""What a user sets: the flags that all scripts share, and types of flags with their ranges."""
+"""What a user sets: the flags that all scripts share, types of flags with their ranges, and the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import tyro
 
-from common.errors import BadInput, flag, require, require_divisible
+from common.processes import BadInput
 
 
 class Range(NamedTuple):
@@ -41,8 +41,8 @@ Fraction = Annotated[float, Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 Rate = Annotated[float, Range(lambda x: 0 < x <= 1, "a number above 0, at most 1")]
 Norm = Annotated[float, Range(lambda x: x > 0, "a number above 0 (inf: no clipping)")]
 Seed = Annotated[int, Range(lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
-Threads = Annotated[int, Range(lambda x: 0 <= x <= 1024, "an integer from 0 to 1024")]
 Seconds = Annotated[float, Range(lambda x: 2 <= x <= 1e6, "a number from 2 to 1e6")]
+Many = Annotated[int, Range(lambda x: 1 <= x <= 100_000, "an integer from 1 to 100,000")]
 Json = Annotated[str, Range(is_object, """a JSON object, such as '{"num_levels": 200}'""")]
 Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
 
@@ -51,12 +51,12 @@ GROUPS = {
     "experiment": "env_id env_kwargs total_timesteps num_envs seed shards checkpoint_every load_model",
     "algorithm": "",
     "evaluation": "eval_every eval_episodes stop_at_return capture_video",
-    "run": "resume cuda compile num_threads vectorization check_sync_every shared_memory timeout",
+    "run": "resume cuda compile num_threads vectorization timeout",
     "output": "run_dir save_model log_every track wandb_project_name wandb_entity tensorboard",
 }
 # these change no number and no row (--cuda changes roundings, and that is printed)
 MAY_CHANGE_ON_RESUME = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard"}
-MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "check_sync_every", "timeout", "cuda", "shared_memory"}
+MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "timeout", "cuda"}
 PACKAGES_OF_FLAGS = {"track": "wandb", "tensorboard": "tensorboard", "capture_video": "av"}
 
 
@@ -67,7 +67,7 @@ class RunArgs:
     # experiment; the first three are explained, and have their defaults, in each script
     env_id: str
     total_timesteps: Whole
-    num_envs: Count
+    num_envs: Many
     env_kwargs: Json = "{}"
     """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     seed: Seed = 1
@@ -82,7 +82,7 @@ class RunArgs:
     # evaluation
     eval_every: Period = 50_000
     """evaluate at each multiple of this many transitions (all ranks), before learning, and at the end; 0: never"""
-    eval_episodes: Count = 20
+    eval_episodes: Many = 20
     """episodes per evaluation, all ranks; an episode is cut at 27,000 steps"""
     stop_at_return: Return | None = None
     """end the run once an evaluation's mean return reaches this, the one before learning aside"""
@@ -96,16 +96,12 @@ class RunArgs:
     """use GPUs if there are any"""
     compile: bool = False
     """compile losses and gradients (CPU: needs g++): 12 to 18 s and 100 MB a rank, then small networks learn faster"""
-    num_threads: Threads = 0
+    num_threads: Whole = 0
     """threads per rank of torch, Atari and EnvPool; 0: all cores (torch: one, but for large images without --shards)"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
-    check_sync_every: Period = 100_000
-    """check that all ranks hold equal bits at each multiple of this many transitions (all ranks); 0: never"""
-    shared_memory: bool = True
-    """processes of one machine exchange numbers through memory that they share (Linux, x86-64, no GPU)"""
     timeout: Seconds = 600.0
-    """end the run if a rank makes no progress for this many seconds"""
+    """end the run, with all stacks, if a rank makes no progress for this many seconds"""
 
     # output
     run_dir: str | None = None
@@ -121,61 +117,60 @@ class RunArgs:
     tensorboard: bool = False
     """log to TensorBoard too: `tensorboard --logdir runs` (needs tensorboard)"""
 
-    def as_json(self) -> dict[str, Any]:
-        """All flags as they are read back from config.json: a tuple as a list, a text's `Enum` as the text."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
-    def experiment(self) -> dict[str, Any]:
-        """The flags on which the numbers depend: the script's own, and of these the first group."""
-        shared = {field.name for field in dataclasses.fields(RunArgs)} - set(GROUPS["experiment"].split())
-        return {name: value for name, value in self.as_json().items() if name not in shared}
-
     def __post_init__(self) -> None:
-        """Check every field, a script's own too, against its annotation's range; and missing packages."""
+        """Raise `BadInput`, naming the flag, for a value outside its range, and for flags that do not fit."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             for annotated in (hint, *get_args(hint)):  # itself, or in a union with None
                 for x in getattr(annotated, "__metadata__", ()):
                     if isinstance(x, Range) and value is not None:
                         self.require(x.valid(value), name, x.needed)
-        for name in ("num_envs", "eval_episodes"):  # each of them is an environment
-            self.require(getattr(self, name) <= 100_000, name, "at most 100,000")
-        if self.stop_at_return is not None:
-            self.require(self.eval_every > 0, "eval_every", "at least 1 with --stop-at-return")
-        if self.capture_video:
-            self.require(self.eval_every > 0, "eval_every", "at least 1 with --capture-video")
         for name, package in PACKAGES_OF_FLAGS.items():
             if getattr(self, name) and find_spec(package) is None:
                 raise BadInput(f"{flag(name)}: needs {package}: pip install {package}")
+        for name in ("stop_at_return", "capture_video"):
+            if getattr(self, name) not in (None, False):
+                self.require(self.eval_every > 0, "eval_every", f"at least 1 with {flag(name)}")
         if self.resume:
             self.require(bool(self.run_dir), "run_dir", "a directory with --resume")
             self.require(self.checkpoint_every > 0, "checkpoint_every", "at least 1 with --resume")
 
     def require(self, valid: bool, name: str, needed: str) -> None:
         """Raise `BadInput`, naming the flag of the field `name`, unless `valid`."""
-        require(valid, flag(name), getattr(self, name), needed)
+        if not valid:
+            raise BadInput(f"{flag(name)} {getattr(self, name)}: must be {needed}.")
 
-    def require_divisible(self, name: str, divisor: str) -> None:
-        """Raise `BadInput`, with the nearest valid values, unless field `divisor` divides field `name`."""
-        require_divisible(flag(name), getattr(self, name), getattr(self, divisor), flag(divisor))
+    def require_multiple(self, name: str, divisor: int, divisor_name: str) -> None:
+        """Raise `BadInput`, with the nearest valid value, unless `divisor` divides the field `name`."""
+        nearest = max(divisor, getattr(self, name) // divisor * divisor)
+        needed = f"a multiple of {divisor_name} ({divisor}), such as {nearest}"
+        self.require(getattr(self, name) % divisor == 0, name, needed)
 
     def require_divisor(self, name: str, size: int, size_name: str) -> None:
-        """Raise `BadInput`, with the nearest valid value, unless the field `name` divides `size`."""
+        """Raise `BadInput`, with the nearest smaller valid value, unless the field `name` divides `size`."""
         value = getattr(self, name)
-        below = next(d for d in range(min(value, size), 0, -1) if size % d == 0)
-        self.require(value == below, name, f"a divisor of {size_name} ({size}), such as {below}")
+        nearest = next(x for x in range(min(value, size), 0, -1) if size % x == 0)
+        self.require(value == nearest, name, f"a divisor of {size_name} ({size}), such as {nearest}")
 
-    def require_budget(self, least: int, needed: str) -> None:
+    def require_budget(self, least: int, what: str) -> None:
         """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""
-        if self.load_model is None or self.total_timesteps:
-            self.require(self.total_timesteps >= least, "total_timesteps", needed)
-        else:
+        if self.load_model is not None and self.total_timesteps == 0:
             self.require(self.eval_every > 0, "eval_every", "at least 1 with --total-timesteps 0")
+        else:
+            self.require(self.total_timesteps >= least, "total_timesteps", f"at least {least}, {what}")
+
+    def as_json(self) -> dict[str, Any]:
+        """All flags as they are read back from config.json."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def experiment(self) -> dict[str, Any]:
+        """The flags on which numbers or rows depend."""
+        return {name: value for name, value in self.as_json().items() if name not in MAY_CHANGE_ON_RESUME}
 
 
-def next_multiple(number: int, divisor: int) -> int:
-    """The least multiple of `divisor` that is not below `number`."""
-    return -(-number // divisor) * divisor
+def flag(name: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + name.replace("_", "-")
 
 
 def parse(args_type: type[RunArgs], words: list[str] | None = None) -> RunArgs:

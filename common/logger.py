@@ -1,0 +1,312 @@
+"""The run directory and what is written there; rank 0 writes, on other ranks the same calls do nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import filelock
+import torch
+from threadpoolctl import threadpool_info
+
+from common.arguments import MAY_CHANGE_ON_RESUME, RunArgs, flag
+from common.environments import Episode
+from common.processes import BadInput, World
+
+COLUMNS_OF_ALL = (
+    *("global_step", "charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
+    *("eval/episodic_return", "eval/episodic_length", "eval/episodes"),
+    *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
+)
+LOCK_TIMEOUT = 15.0  # seconds to wait for the end of a process that holds the run directory
+PROGRESS_PERIOD = 10.0  # seconds between two lines of progress where there is no terminal
+SHOWN = {"SPS": "time/SPS", "return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
+PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minatar", "mujoco")
+# variables by which MKL, oneDNN and numpy take other instructions
+LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
+LIMITS += ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
+DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed", "versions")  # of config.json
+
+
+class Logger:
+    """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to wandb and TensorBoard.
+
+    `columns`: the script's own. Raises `BadInput` for a directory that holds another run, or is being written.
+    """
+
+    def __init__(self, args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> None:
+        self.args = args
+        self.columns = (*COLUMNS_OF_ALL, *columns)
+        self.world = world
+        self.enabled = world.rank == 0
+        self.dir: Path | None = None  # of rank 0, absolute
+        self.latest: dict[str, float] = {}  # the newest number of each column
+        self.shown = 0.0  # when progress was shown
+        self.evaluated = 0.0  # seconds of evaluations and films
+        self.begun = time.perf_counter()
+        self.bar: Any = None  # of tqdm, on a terminal
+        self.wandb: Any = None
+        self.tensorboard: Any = None
+        self.films = args.capture_video
+        if self.enabled:
+            with ExitStack() as opened:
+                self._open(script, opened)
+                self.opened = opened.pop_all()
+
+    def _open(self, script: Path, opened: ExitStack) -> None:
+        args = self.args
+        try:
+            self.dir = Path(args.run_dir).absolute() if args.run_dir else new_directory(args, script)
+            self.dir.mkdir(parents=True, exist_ok=True)
+            opened.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
+        except filelock.Timeout as error:
+            fault = "another process is writing there; end it, or name another"
+            raise BadInput(f"--run-dir {self.dir}: {fault}.") from error
+        except OSError as error:
+            raise BadInput(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); name another.") from error
+        config = self.dir / "config.json"
+        self.record = run_record(args, script, self.columns, self.world)
+        self.resumed = args.resume and config.exists()
+        if self.resumed:
+            before = json.loads(config.read_text())
+            require_same_run(before, self.record)
+            for name in DECIDES_BYTES:
+                if before.get(name) != self.record.get(name):
+                    values = f"{name} {self.record.get(name)}, before {before.get(name)}"
+                    self.note(f"no longer the same bytes as without a stop: {values}")
+        elif config.exists() or (self.dir / "metrics.csv").exists():
+            advice = "" if args.resume else ", or go on with it by --resume"
+            raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.dir / "tensorboard")
+            opened.callback(self.tensorboard.close)
+        if args.track:
+            self._open_wandb(script)
+        self.note(f"writing to {self.dir}")
+
+    def _open_wandb(self, script: Path) -> None:
+        import wandb
+
+        id_file = self.dir / "wandb_id"
+        try:
+            self.wandb = wandb.init(
+                id=id_file.read_text() if self.resumed and id_file.exists() else None,
+                resume="allow",
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                name=self.dir.name,
+                group=f"{self.args.env_id}__{script.stem}",  # the seeds of one experiment
+                config=self.args.as_json() | self.record,
+                settings=wandb.Settings(finish_timeout=10.0),  # seconds; `wandb sync` sends the rest
+            )
+        except Exception as error:  # wandb's own, and those of its settings
+            reason = " ".join(str(error).split())
+            raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
+        id_file.write_text(self.wandb.id)
+        self.wandb.save(str(script.absolute()), base_path=str(script.absolute().parent), policy="now")
+
+    def start(self, state: dict[str, float] | None) -> None:
+        """Start the clock and write the first files, or go on from a checkpoint's `state`."""
+        self.begun = time.perf_counter()
+        self.rng_state = torch.get_rng_state()  # None once a draw from it was noted
+        if not self.enabled:
+            return
+        if state is None:
+            difference = self.record.pop("difference")
+            text = json.dumps(self.record, indent=2) + "\n"
+            write_whole(self.dir / "config.json", lambda file: file.write(text.encode()))
+            if difference:
+                write_whole(self.dir / "changes.diff", lambda file: file.write(difference.encode()))
+            self.csv.write_text(",".join(self.columns) + "\n")
+        else:
+            os.truncate(self.csv, state["length"])
+            self.evaluated = state["evaluated"]
+            self.begun -= state["wall"]
+        if sys.stdout.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=self.args.total_timesteps, file=sys.stdout)
+
+    @property
+    def csv(self) -> Path:
+        return self.dir / "metrics.csv"
+
+    def state(self) -> dict[str, float]:
+        """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
+        with open(self.csv, "rb") as file:
+            os.fsync(file.fileno())
+            length = file.seek(0, os.SEEK_END)
+        return {"length": length, "wall": time.perf_counter() - self.begun, "evaluated": self.evaluated}
+
+    def log(self, global_step: int, row: dict[str, float | int]) -> None:
+        """Write a row: columns and their numbers, the rest stays blank. Every rank must call with the same losses."""
+        for name in row:
+            if name not in self.columns:
+                raise KeyError(f"metrics.csv has no column {name}; add it to COLUMNS")
+        if self.enabled:
+            self._write({"global_step": global_step} | row)
+        for name, value in row.items():
+            if name.startswith("losses/") and not math.isfinite(value):
+                raise FloatingPointError(f"step {global_step}: {name} is not finite; try a lower learning rate")
+
+    def _write(self, row: dict[str, float | int]) -> None:
+        step = row["global_step"]
+        if self.rng_state is not None and not torch.get_rng_state().equal(self.rng_state):
+            self.rng_state = None
+            fault = "something drew from torch's default generator, so the numbers depend on the number of processes"
+            self.note(f"step {step}: {fault}; draw as rule 2 of docs/modify.md says")
+        row["time/wall"] = time.perf_counter() - self.begun
+        if "time/eval" in row:
+            self.evaluated += row["time/eval"]
+        else:
+            row["time/SPS"] = step / (row["time/wall"] - self.evaluated)
+        cells = [f"{row[name]}" if name in row else "" for name in self.columns]
+        with open(self.csv, "a") as file:
+            file.write(",".join(cells) + "\n")
+        if self.wandb:  # which leaves out the rows that it has of before a kill
+            self.wandb.log(row | {"charts/SPS": row["time/SPS"]} if "time/SPS" in row else row, step=step)
+        if self.tensorboard:
+            for name, value in row.items():
+                self.tensorboard.add_scalar(name, value, step)
+        self.latest |= row
+        if self.bar is not None or "time/eval" in row or time.perf_counter() > self.shown + PROGRESS_PERIOD:
+            self._show()
+
+    def film(self, global_step: int, episode: Episode) -> None:
+        """Film an evaluation's episode, on rank 0; if that fails, say why, and film no more."""
+        if not self.films:
+            return
+        from common.video import film
+
+        started = time.perf_counter()
+        path = self.dir / "videos" / f"{global_step}.mp4"
+        try:
+            film(path, self.args, episode, self.world.feed)
+            if self.wandb:
+                import wandb
+
+                self.wandb.log({"videos/evaluation": wandb.Video(str(path), format="mp4")}, step=global_step)
+        except Exception as error:  # a simulator's own, a missing display's, a full disk's
+            self.note(f"--capture-video: no films ({type(error).__name__}: {' '.join(str(error).split())})")
+            self.films = False
+        self.evaluated += time.perf_counter() - started
+
+    def _show(self) -> None:
+        """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
+        self.shown = time.perf_counter()
+        step = self.latest["global_step"]
+        numbers = [f"{word} {self.latest[name]:,.1f}" for word, name in SHOWN.items() if name in self.latest]
+        if self.bar is not None:
+            self.bar.set_postfix_str("  ".join(numbers), refresh=False)
+            self.bar.update(step - self.bar.n)
+        else:
+            self.note("  ".join([f"{step:,} of {self.args.total_timesteps:,}", *numbers]))
+
+    def note(self, text: str) -> None:
+        """Print a line, on rank 0."""
+        if self.enabled:
+            try:
+                print(text, flush=True) if self.bar is None else self.bar.write(text)
+            except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def __enter__(self) -> Logger:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not self.enabled:
+            return
+        with self.opened:
+            if self.bar is not None:
+                self.bar.close()
+            elif self.latest:
+                self._show()
+            if self.wandb:
+                self.wandb.finish(exit_code=int(error is not None))
+
+
+def new_directory(args: RunArgs, script: Path) -> Path:
+    """Make the default directory of a run, which no other run has."""
+    env_id = args.env_id.replace("/", "-").replace(":", "-")
+    name = f"{env_id}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(2):
+        path = Path("runs").absolute() / name
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+        name = f"{name.removesuffix(f'_{number - 1}')}_{number}"
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Have `write` fill a file of another name, then rename it: it is whole or not there."""
+    part = path.with_name(f"{path.name}.part")
+    with open(part, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def git(script: Path, *words: str) -> str:
+    """What `git` prints in the script's folder; nothing if it is missing, or the folder is in no repository."""
+    with suppress(OSError):
+        command = ["git", "-C", str(script.absolute().parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
+    return ""
+
+
+def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> dict[str, Any]:
+    """What a rerun must know: flags, code (`difference`: from the commit), processes, versions, processor."""
+    record = {"script": script.stem, "args": args.as_json(), "columns": list(columns), "world_size": world.world_size}
+    record |= {"command": shlex.join(sys.argv), "device": processor(), "threads": torch.get_num_threads()}
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
+    record["instructions"] = " ".join([torch.backends.cpu.get_cpu_capability(), *limits])  # such as AVX512
+    libraries = [x for x in threadpool_info() if x["user_api"] == "blas"]
+    facts = ("internal_api", "version", "architecture", "num_threads")
+    record["blas"] = sorted(" ".join(str(library.get(name)) for name in facts) for library in libraries)
+    sources = ("--", script.name, "common")
+    record["commit"] = git(script, "rev-parse", "--verify", "--quiet", "HEAD").strip() or None
+    record["changed"] = bool(git(script, "status", "--porcelain", *sources)) if record["commit"] else None
+    record["difference"] = git(script, "diff", "HEAD", *sources)
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    if world.device.type == "cuda":
+        record["device"] = f"{torch.cuda.get_device_name(world.device)}; {record['device']}"
+        versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return record | {"versions": versions}
+
+
+def processor() -> str:
+    """The processor's model."""
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    return platform.processor() or platform.machine()
+
+
+def require_same_run(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise `BadInput`, naming the flag, unless the run that `now` describes may go on with the one before."""
+    if before["script"] != now["script"]:
+        raise BadInput(f"--run-dir: holds a run of {before['script']}.py; name another.")
+    for name, value in now["args"].items():
+        if name not in MAY_CHANGE_ON_RESUME and value != before["args"].get(name, value):
+            raise BadInput(f"{flag(name)} {value}: must be {before['args'][name]} to go on with this --run-dir.")
+    if now["args"]["shards"] is None and before["world_size"] != now["world_size"]:
+        raise BadInput(f"--shards: was left out, so the run goes on on {before['world_size']} process(es) only.")
+    if before["columns"] != now["columns"]:
+        raise BadInput("--run-dir: holds a run with other COLUMNS; name another.")

@@ -1,0 +1,213 @@
+"""The processes of a run: who they are, how they exchange numbers, how they stop and end.
+
+A process is called a *rank*. torchrun starts several; plain `python` is a run of one. At every
+boundary of a run (iteration, row, evaluation) all ranks call `World.gather`, which also shares stop
+requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import gc
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from threadpoolctl import threadpool_limits
+from torch.distributed.rendezvous import rendezvous
+
+from common.memory import SLOT, SharedMemory, share_memory
+
+GRACE = 10.0  # seconds from a stop request to the next boundary; after them the process ends at once
+
+
+class BadInput(ValueError):
+    """A setting that cannot work. `launch` prints it in one line and ends with code 2."""
+
+
+class World:
+    """This rank among the ranks of a run.
+
+    A shard is a group of environments. With --shards there are `num_shards` of them, and a rank holds
+    those numbered `shards`; without, each rank is one shard. `cores`: of this rank. `nccl`: whether NCCL
+    carries gradients. `stop`: 0, or the signal that some rank had received by the last `gather`.
+    Raises `BadInput` for a number of shards that cannot be shared out.
+    """
+
+    def __init__(self, cuda: bool = True, shards: int | None = None) -> None:
+        launched = os.environ if "RANK" in os.environ else {}
+        self.rank = int(launched.get("RANK", 0))
+        self.world_size = int(launched.get("WORLD_SIZE", 1))
+        self.local_world_size = int(launched.get("LOCAL_WORLD_SIZE", 1))
+        self.sharded = shards is not None
+        self.num_shards = shards or self.world_size
+        powers = self.num_shards.bit_count() == 1 and self.world_size.bit_count() == 1
+        if self.sharded and not (powers and self.num_shards >= self.world_size):
+            valid = f"such as {2 ** (max(shards, self.world_size) - 1).bit_length()}"
+            needed = f"a power of two, {valid}, no less than the number of processes ({self.world_size}), which too is one"
+            raise BadInput(f"--shards {shards}: must be {needed}.")
+        self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        self.cores = max(1, cores // self.local_world_size)
+        self.device = torch.device("cpu")
+        self.nccl = False  # it needs a GPU for each rank
+        if cuda and torch.cuda.is_available():
+            local_rank = int(launched.get("LOCAL_RANK", 0))
+            self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            self.nccl = self.local_world_size <= torch.cuda.device_count()
+        self.memory: SharedMemory | None = None  # with the other ranks
+        self.pid = os.getpid()
+        self.signum = 0  # the first signal that this rank received
+        self.signal_time = 0.0
+        self.end: threading.Timer | None = None  # of the process, `GRACE` seconds after the signal
+        self.stop = 0
+        self.timeout = 0.0
+        self.next_arming = math.inf
+
+    def local_slice(self, num: int) -> slice:
+        """Which of `num` things over all ranks (environments, shards) this rank holds."""
+        return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
+
+    @contextmanager
+    def open(self, timeout: float) -> Iterator[None]:
+        """Open the process group; make SIGINT and SIGTERM requests (`stop`); end the run if nothing moves.
+
+        `timeout`: seconds without progress after which this rank prints all its stacks and ends with code 1.
+        DDP modules must be gone when the block ends: gloo may abort the process if they outlive their group.
+        """
+        self.timeout = timeout
+        self.next_arming = 0.0
+        self.feed()
+        before = {}
+        if threading.current_thread() is threading.main_thread():  # Python takes signals nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, self._request)
+        failed = False
+        try:
+            self._init_process_group()  # collective
+            yield
+        except BaseException as error:
+            failed = True
+            traceback.clear_frames(error.__traceback__)  # they hold DDP modules
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if self.end:
+                self.end.cancel()
+            self.next_arming = math.inf
+            faulthandler.cancel_dump_traceback_later()
+            gc.collect()
+            # NCCL's end waits for all ranks, and after a failure one may be gone
+            if dist.is_initialized() and not (failed and self.nccl):
+                dist.destroy_process_group()
+        if self.stop:
+            sys.exit(128 + self.stop)
+
+    def _init_process_group(self) -> None:
+        store = dist.HashStore()
+        if self.world_size > 1:
+            # torch says who is missing before the watchdog does
+            store, *_ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=0.8 * self.timeout)))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it holds the keys of earlier attempts
+                store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.backends.cudnn.deterministic = True
+            torch.set_float32_matmul_precision("highest")  # whatever the environment says; convolutions may take TF32
+            torch.backends.cudnn.allow_tf32 = True
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # the sums of NVLink switches have no fixed order
+        backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
+        limit = datetime.timedelta(seconds=2 * self.timeout)  # the watchdog, which shows stacks, comes first
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        if self.world_size > 1 and self.device.type == "cpu":
+            self.memory = share_memory(self.rank, self.world_size)  # collective
+
+    def _request(self, signum: int, _: Any) -> None:
+        """Note the first signal; end at a second one, or if no boundary is reached."""
+        if os.getpid() != self.pid:  # an environment's process, forked from this one
+            end_now(128 + signum)
+        if not self.signum:
+            self.signum = signum
+            self.signal_time = time.monotonic()
+            self.end = threading.Timer(GRACE, end_now, [128 + signum])
+            self.end.daemon = True
+            self.end.start()
+        elif time.monotonic() > self.signal_time + 0.5:  # launchers may deliver one request twice
+            end_now(128 + signum)
+
+    def feed(self) -> None:
+        """Say that the run makes progress: the watchdog waits `timeout` seconds from now."""
+        if time.monotonic() >= self.next_arming:
+            self.next_arming = time.monotonic() + 1.0
+            faulthandler.dump_traceback_later(self.timeout, exit=True)
+
+    def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
+        """K numbers of every rank -> (world_size, K) float64, the same on all ranks. Also sets `stop`."""
+        local = np.append(np.asarray(values, dtype=np.float64), self.signum)
+        table = local[None]
+        if self.memory and local.nbytes <= SLOT:
+            table = self.memory.gather(local).copy()  # collective
+        elif self.world_size > 1:
+            packed = torch.empty(self.world_size, len(local), dtype=torch.float64)
+            dist.all_gather(list(packed), torch.from_numpy(local))  # collective
+            table = packed.numpy()
+        self.feed()
+        self.stop = int(table[:, -1].max())
+        return table[:, :-1]
+
+    def poll_stop(self) -> int:
+        """Share stop requests -> `stop`."""
+        self.gather([])  # collective
+        return self.stop
+
+    def gather_shards(self, values: list[np.ndarray] | list[list[float]]) -> np.ndarray:
+        """K numbers for each of this rank's shards -> (num_shards, K) float64, in the order of shards."""
+        return self.gather(values).reshape(self.num_shards, -1)  # collective
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A small Python object of every rank, in the order of ranks."""
+        table = [None] * self.world_size
+        dist.all_gather_object(table, value)  # collective
+        self.feed()
+        return table
+
+
+def end_now(code: int) -> None:
+    """End this process and its children without unwinding. Rows are flushed: nothing is lost."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(code)  # no finalisation, in which a thread of torch's that calls Python may abort
+
+
+def end_with_parent() -> None:
+    """Let this process be killed once its parent is gone, however that ended (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def set_up_processor() -> None:
+    """One thread for numpy's BLAS, no denormal numbers, and a larger heap."""
+    threadpool_limits(1, "blas")  # products that are split over threads round differently
+    # processors are slow with numbers nearer to 0 than 1e-38, and Adam's averages for dead units become such
+    torch.set_flush_denormal(True)
+    with suppress(AttributeError, OSError, TypeError):  # no glibc; else it keeps freed blocks: new pages cost time
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
+            mallopt(-1, 2**30)  # M_TRIM_THRESHOLD

@@ -1,0 +1,305 @@
+"""What surrounds a training loop: gradients over all shards, rows of metrics, what is done periodically."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+
+from common.acting import Policy
+from common.arguments import RunArgs
+from common.checkpoint import Checkpoints, check_equal, for_model, load_model, state_of
+from common.encoders import is_large
+from common.environments import TRAINING, Environments, evaluate
+from common.logger import Logger, write_whole
+from common.processes import BadInput, World, set_up_processor
+from common.shards import Gradient
+from common.tensors import upload
+
+Act = Callable[[np.ndarray], np.ndarray]
+STOP_PERIOD = 100  # transitions (all ranks) after which ranks exchange stop requests
+CHUNK = 1024  # rows of a network's input, for memory
+
+
+def crossed(period: int, before: int, now: int) -> bool:
+    """True if the step counter reached a multiple of `period` after `before`, up to `now`; 0: never."""
+    return period > 0 and now // period > before // period
+
+
+class Run:
+    """One run of a script, on this rank. Every rank must call each method.
+
+    `needs_reset`: at the beginning and after each checkpoint, until `reset_environments` is called. `global_step`:
+    transitions of all ranks at the last call of `evaluate_and_checkpoint`; `last_step`: at the end of the run.
+    """
+
+    def __init__(self, args: RunArgs, world: World, envs: Environments, logger: Logger) -> None:
+        self.args = args
+        self.world = world
+        self.envs = envs
+        self.logger = logger
+        self.device = world.device
+        self.state: dict[str, Any] = {}
+        self.replay: Any = None
+        self.policies: list[Policy] = []
+        self.gradients: dict[nn.Module, Gradient] = {}
+        self.reported: list[list[dict[str, torch.Tensor]]] = []  # by losses, since they were last summed
+        self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what they reported, for the next row
+        self.counts: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.lap_start = time.perf_counter()
+        self.updating = False
+        self.needs_reset = True
+        self.global_step = 0
+        self.last_step = 0
+        self.num_checkpoints = 0  # how many have been written
+        self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, due or not
+        if args.compile:
+            torch.compiler.reset()  # torch keeps eight graphs of a function, over all runs of a process
+
+    def register(self, replay: Any = None, **state: Any) -> None:
+        """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
+
+        It is compared at each evaluation, saved in checkpoints and, except optimisers and generators, in model.pt.
+        Of `replay`, a buffer, each rank has, and saves, a part of its own.
+        """
+        self.replay = replay
+        self.state = state
+
+    def policy(self, module: nn.Module, layers: nn.Module) -> Policy:
+        """What acts in rollouts: the first result of `module`, by numpy where `layers` are simple and come to it."""
+        self.policies.append(Policy(module, layers, self.world, self.logger.note))
+        return self.policies[-1]
+
+    def upload(self, nest: Any) -> Any:
+        """Arrays, or nests of them, as tensors on this rank's device; floats in torch's default type."""
+        return upload(nest, self.device)
+
+    @torch.no_grad()
+    def by_shard(self, function: Callable[..., tuple], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """A function of rows (b, ...) -> its results for (T, n, ...), each shard's alone, without gradients."""
+        of_shards = []
+        for shard in self.envs.shards:
+            rows = [x[:, shard].flatten(0, 1).split(CHUNK) for x in tensors]
+            results = [function(*chunk) for chunk in zip(*rows, strict=True)]
+            of_shards.append([torch.cat(x).unflatten(0, (len(tensors[0]), -1)) for x in zip(*results, strict=True)])
+        return [torch.cat(x, 1) for x in zip(*of_shards, strict=True)]
+
+    def backward(self, loss: nn.Module, *inputs: Any, sizes: list[int] | None = None) -> dict[str, torch.Tensor]:
+        """Run a loss and its backward; set `.grad` to the mean over all shards of all ranks.
+
+        `inputs`: nested tensors (b, ...), one shard's rows after another's: `sizes` each, or equally many.
+        Returns what the loss reports, by name: scalars as (number of shards here,), and what is (b,) as (b,) again.
+        A row of metrics.csv has the means of the scalars.
+        """
+        if not self.updating:
+            self.lap("time/rollout")
+            self.updating = True
+        if loss not in self.gradients:
+            self._require_registered(loss)
+            self.gradients[loss] = Gradient(loss, self.world, self._compiles(sizes), self.logger.note)
+        if sizes is None:
+            k = len(self.envs.shards)
+            rows = inputs[0] if isinstance(inputs[0], torch.Tensor) else inputs[0][0]
+            sizes = [len(rows) // k] * k
+        stats = self.gradients[loss](inputs, sizes)  # collective
+        self.world.feed()
+        self.reported.append([{name: x for name, x in of_shard.items() if x.dim() == 0} for of_shard in stats])
+        if len(self.reported) == 16:  # keeping more tensors until the row would fragment memory
+            self._sum_reported()
+        if len(stats) == 1:
+            return {name: x.reshape(-1) for name, x in stats[0].items()}
+        return {name: torch.cat([of_shard[name].reshape(-1) for of_shard in stats]) for name in stats[0]}
+
+    def _compiles(self, sizes: list[int] | None) -> bool:
+        """--compile, except where a shard's part of a batch changes its size: each size would be compiled anew."""
+        if not self.args.compile or sizes is None or self.world.num_shards == 1:
+            return self.args.compile
+        equal = self.args.batch_size % self.world.num_shards == 0 and not self.replay.alpha
+        if not equal:
+            self.logger.note("--compile: not used, since a shard's part of a batch changes its size")
+        return equal
+
+    def _require_registered(self, loss: nn.Module) -> None:
+        """Raise `BadInput` if a loss trains what is not registered: a resumed run would lose it."""
+        optimizers = [x for x in self.state.values() if isinstance(x, torch.optim.Optimizer)]
+        stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        saved = {x for x in self.state.values() if isinstance(x, torch.Tensor)}
+        saved |= {p for x in self.state.values() if isinstance(x, nn.Module) for p in x.parameters()}
+        for name, p in loss.named_parameters():
+            if p.requires_grad and not (p in saved and p in stepped):
+                lacking = "its module" if p not in saved else "its optimiser"
+                raise BadInput(f"run.register: {name} is trained, but {lacking} is not registered.")
+
+    def mean_over_ranks(self, values: list[torch.Tensor]) -> float:
+        """The mean of a scalar that `backward` returned at several updates, over all ranks."""
+        means = torch.stack(values).double().mean(0)
+        return self.world.gather_shards(means[:, None].tolist()).mean()  # collective
+
+    def load_or_start(self, act: Act, last_step: int) -> None:
+        """Go on from a checkpoint or load a model, and evaluate before anything is learned.
+
+        `last_step`: transitions at the end of the run. `act`: a shard's observations (n, *shape) -> actions.
+        """
+        args = self.args
+        self.act = act
+        self.last_step = last_step
+        saved = {}
+        if args.checkpoint_every:
+            self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay)  # collective
+            saved = self.checkpoints.read_newest() if args.resume else {}  # collective
+            self.global_step = self.checkpoint_step = saved.get("global_step", 0)
+            self.num_checkpoints = saved.get("num_checkpoints", 0)
+        if args.load_model is not None and not self.global_step:
+            load_model(args, self.state)
+        self.logger.start(saved.get("logger"))
+        through = "shared memory" if self.world.memory else "sockets"
+        through = f", through {through}" if self.world.world_size > 1 else ""
+        processes = f"{self.world.world_size} process(es), {self.device}{through}"
+        self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}")
+        if args.eval_every and not self.global_step:
+            self._evaluate()  # collective
+            if self.world.stop:
+                raise SystemExit(128 + self.world.stop)
+        self.lap()
+
+    def reset_environments(self) -> np.ndarray:
+        """Reset all environments, after a checkpoint from other seeds -> observations (n, *shape)."""
+        self.needs_reset = False
+        for policy in self.policies:
+            policy.restart()
+        return self.envs.reset(self.num_checkpoints)
+
+    def row_due(self, global_step: int, log_every: int) -> bool:
+        """Whether to log a row: at multiples of `log_every`, before a checkpoint, at the end. Call at each step."""
+        before = self.global_step
+        self.lap("time/update" if self.updating else "time/rollout")
+        if crossed(STOP_PERIOD, before, global_step):
+            self.world.poll_stop()  # collective
+        if global_step == self.last_step or self.world.stop:
+            return True
+        return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
+
+    def log(self, global_step: int, more: dict[str, float]) -> None:
+        """Write a row: means over all ranks of what losses reported and of finished episodes; `more` columns."""
+        self.lap("time/update" if self.updating else "time/rollout")
+        self._sum_reported()
+        counts = self.counts
+        parts = []
+        for episodes, losses in zip(self.envs.pop_sums(), self.sums, strict=True):
+            parts.append([*episodes.values(), *(losses[name] for name in counts)])
+        size = len(parts) * len(parts[0])
+        table = self.world.gather(np.concatenate([np.ravel(parts), [*self.seconds.values()]]))  # collective
+        row = dict(zip(self.seconds, table[:, size:].max(0).tolist(), strict=True))  # the slowest rank's
+        total_return, total_length, num_episodes, *totals = table[:, :size].reshape(self.world.num_shards, -1).sum(0)
+        row["charts/episodes"] = int(num_episodes)
+        if num_episodes:
+            row["charts/episodic_return"] = total_return / num_episodes
+            row["charts/episodic_length"] = total_length / num_episodes
+        for (name, count), total in zip(counts.items(), totals, strict=True):
+            row[f"losses/{name}"] = total / count / self.world.num_shards
+        self.sums = [Counter() for _ in self.sums]
+        self.counts = Counter()
+        self.seconds = Counter()
+        self.logger.log(global_step, row | more)
+
+    def _sum_reported(self) -> None:
+        for name in dict.fromkeys(name for stats in self.reported for name in stats[0]):
+            updates = [stats for stats in self.reported if name in stats[0]]
+            self.counts[name] += len(updates)
+            for shard, sums in enumerate(self.sums):
+                values = torch.stack([stats[shard][name] for stats in updates]).double()
+                sums[name] = sum(values.tolist(), sums[name])
+        self.reported = []
+
+    def lap(self, column: str | None = None) -> None:
+        """Add the seconds since the last call to a column, or to none."""
+        now = time.perf_counter()
+        if column:
+            self.seconds[column] += now - self.lap_start
+        self.lap_start = now
+
+    def evaluate_and_checkpoint(self, global_step: int, may_checkpoint: bool = True) -> bool:
+        """Evaluate and write a checkpoint where these are due -> whether the run is to end.
+
+        `may_checkpoint`: False while the script holds data that a checkpoint would lack; a due one then waits.
+        """
+        args = self.args
+        before = self.global_step
+        self.global_step = global_step
+        if self.world.stop:
+            return True
+        last = global_step == self.last_step
+        if args.eval_every and (last or crossed(args.eval_every, before, global_step)):
+            score = self._evaluate()  # collective
+            if self.world.stop or (args.stop_at_return is not None and score >= args.stop_at_return):
+                return True
+        if may_checkpoint and not last:
+            due = crossed(args.checkpoint_every, self.checkpoint_step, global_step)
+            self.checkpoint_step = global_step
+            if due:
+                self._checkpoint()  # collective
+        self.updating = False
+        self.lap()
+        return False
+
+    def _checkpoint(self) -> None:
+        check_equal(self.global_step, self.state, self.world)  # collective
+        if self.replay is not None:
+            self.replay.cut()  # collective
+        self.num_checkpoints += 1
+        self.needs_reset = True
+        about = {"global_step": self.global_step, "num_checkpoints": self.num_checkpoints}
+        self.checkpoints.write(about)  # collective
+
+    def _evaluate(self) -> float:
+        """Compare ranks, then play and log the evaluation -> its mean return."""
+        check_equal(self.global_step, self.state, self.world)  # collective
+        row, episode = evaluate(self.act, self.args, self.world)  # collective
+        if not self.world.stop:  # which cuts it short
+            self.logger.log(self.global_step, row)
+            if episode:
+                self.logger.film(self.global_step, episode)
+        return row["eval/episodic_return"]
+
+    def finish(self) -> None:
+        """Compare ranks; write model.pt, with what is registered."""
+        check_equal(self.global_step, self.state, self.world)  # collective
+        if self.args.save_model and self.logger.enabled:
+            model = {"args": self.args.experiment(), "global_step": self.global_step}
+            model |= {name: state_of(x) for name, x in for_model(self.state).items()}
+            write_whole(self.logger.dir / "model.pt", partial(torch.save, model))
+
+
+@contextmanager
+def open_run(
+    args: RunArgs, script: str, columns: tuple[str, ...], action_spaces: tuple[type[gym.Space], ...]
+) -> Iterator[Run]:
+    """Open the environments, the run directory, with the script's own `columns`, and the process group."""
+    world = World(args.cuda, args.shards)
+    args.require_multiple("num_envs", world.num_shards, "--shards" if world.sharded else "the number of processes")
+    size = args.num_envs // world.num_shards
+    parts = [range(shard * size, (shard + 1) * size) for shard in world.shards]
+    set_up_processor()
+    with closing(Environments(args, TRAINING, parts, world)) as envs:
+        if not isinstance(envs.single_action_space, action_spaces):
+            names = " or ".join(kind.__name__ for kind in action_spaces)
+            fault = f"its actions must be {names}, not {envs.single_action_space}"
+            raise BadInput(f"--env-id {args.env_id}: {fault}.")
+        parallel = is_large(envs.single_observation_space) and not world.sharded
+        torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))
+        with Logger(args, Path(script), columns, world) as logger, world.open(args.timeout):
+            run = Run(args, world, envs, logger)
+            try:
+                yield run
+            finally:
+                run.gradients.clear()  # gloo may abort the process if a DDP module outlives its group
