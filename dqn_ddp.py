@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Many, Norm, Positive, Rate, RunArgs, Whole
+from common.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
 from common.encoders import image_encoder
 from common.launch import launch
 from common.replay import Batch, ReplayBuffer
@@ -53,7 +53,7 @@ class Args(RunArgs):
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; rounded down to whole vector steps"""
-    num_envs: Many = 4
+    num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""

@@ -53,7 +53,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Many, Norm, Positive, RunArgs, Weight, Whole
+from common.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.encoders import image_encoder
 from common.launch import launch
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
@@ -69,7 +69,7 @@ class Args(RunArgs):
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; rounded down to whole iterations"""
-    num_envs: Many = 4
+    num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""
@@ -132,7 +132,9 @@ class Args(RunArgs):
         self.require(can_stop, "update_epochs", "at least 2 with --target-kl")
         self.require_budget(size, "an iteration: --num-envs x --num-steps")
         if self.aux_epochs:
-            self.require_divisor("num_aux_minibatches", self.n_pi * self.num_steps, "--n-pi x --num-steps")
+            phase = self.n_pi * self.num_steps
+            divides = phase % self.num_aux_minibatches == 0
+            self.require(divides, "num_aux_minibatches", f"a divisor of --n-pi x --num-steps ({phase})")
             self.require_budget(self.n_pi * size, "a policy phase, or set --aux-epochs 0")
 
 

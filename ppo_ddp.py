@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Many, Norm, Positive, RunArgs, Weight, Whole
+from common.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
 from common.encoders import image_encoder
 from common.launch import launch
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
@@ -54,7 +54,7 @@ class Args(RunArgs):
     """gymnasium id, ALE/..., MinAtar/..., or module:id of your own"""
     total_timesteps: Whole = 500_000
     """budget in environment transitions, all ranks; rounded down to whole iterations"""
-    num_envs: Many = 4
+    num_envs: Count = 4
     """parallel environments, all ranks"""
     network: Literal["auto", "impala"] = "auto"
     """images: auto (Nature's from 36 x 36 pixels, else MinAtar's) or impala (nine times slower at 64 x 64)"""

@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Many, Period, Positive, Rate, RunArgs, Whole
+from common.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
 from common.launch import launch
 from common.replay import Batch, ReplayBuffer
 from common.run import Run, crossed, open_run
@@ -58,7 +58,7 @@ class Args(RunArgs):
     """gymnasium id, or module:id of your own"""
     total_timesteps: Whole = 1_000_000
     """budget in environment transitions, all ranks; rounded down to whole vector steps"""
-    num_envs: Many = 4
+    num_envs: Count = 4
     """parallel environments, all ranks"""
     log_every: Count = 1_000
     """write a row at each multiple of this many transitions (all ranks)"""

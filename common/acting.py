@@ -18,9 +18,9 @@ PERIOD = 64  # calls between two comparisons of numpy with the module, the same 
 class Policy:
     """The first result of `module` on arrays (n, ...) of this process's environments, each shard's alone.
 
-    numpy computes `layers`, which must come to the same, if they are all Linear, Tanh or ReLU, on the
-    parameters' own memory. The module acts for all other layers, on a GPU, and where the two are found
-    to differ, as after an edit of its `forward`. `note` says so, except for images and GPUs.
+    numpy computes `layers`, which must come to the same, if they are all Linear, Tanh or ReLU, on the parameters'
+    own memory. The module acts for all other layers, for images, on a GPU, and where the two are found to differ,
+    as after an edit of its `forward`; `note` says so.
     """
 
     def __init__(self, module: nn.Module, layers: nn.Module, world: World, note: Callable[[str], None]) -> None:
@@ -28,6 +28,7 @@ class Policy:
         self.layers = layers
         self.world = world
         self.note = note
+        self.dtype = default_float()
         self.restart()
 
     def restart(self) -> None:
@@ -41,9 +42,7 @@ class Policy:
         if self.calls % PERIOD == 0:
             self._choose(parts)
         self.calls += 1
-        results = []
-        for part, by_numpy in zip(parts, self.by_numpy, strict=True):
-            results.append(self._numpy(part) if by_numpy else self._torch(part))
+        results = [(self._numpy if simple else self._torch)(x) for x, simple in zip(parts, self.by_numpy, strict=True)]
         return results[0] if len(results) == 1 else np.concatenate(results)
 
     def _numpy(self, x: np.ndarray) -> np.ndarray:
@@ -64,21 +63,17 @@ class Policy:
         """Choose what acts for each shard. Where the module does, it goes on."""
         layers = [layer for layer in flattened(self.layers) if type(layer) is not nn.Identity]
         if self.calls == 0:
-            self.dtype = default_float()
-            by_numpy = self.world.device.type == "cpu" and parts[0].ndim == 2
-            if by_numpy and not all(map(is_known, layers)):
-                by_numpy = self._give_up("its layers are not all Linear, Tanh or ReLU")
-            if by_numpy and self._depends_on_others(layers, parts[0]):
-                by_numpy = self._give_up("its result depends on other parameters than its layers'")
-            self.by_numpy = [by_numpy] * len(parts)
-        if True not in self.by_numpy:
-            return
-        self.steps = []
-        for layer in layers:
-            weights = [layer.weight.detach().numpy().T, 0.0] if type(layer) is nn.Linear else []
-            if weights and layer.bias is not None:
-                weights[1] = layer.bias.detach().numpy()
-            self.steps.append((type(layer), *weights))
+            simple = self.world.device.type == "cpu" and parts[0].ndim == 2
+            if simple and not all(type(x) in (nn.Linear, nn.Tanh, nn.ReLU) and not has_hooks(x) for x in layers):
+                simple = self._give_up("its layers are not all Linear, Tanh or ReLU")
+            if simple and self._depends_on_others(layers, parts[0]):
+                simple = self._give_up("its result depends on other parameters than its layers'")
+            self.by_numpy = [simple] * len(parts)
+        if True in self.by_numpy:
+            linear = [layer for layer in layers if type(layer) is nn.Linear]
+            arrays = {x: x.detach().numpy().T for layer in linear for x in layer.parameters()}
+            arrays[None] = 0.0
+            self.steps = [(nn.Linear, arrays[x.weight], arrays[x.bias]) if x in linear else (type(x),) for x in layers]
         for i, obs in enumerate(parts):
             if self.by_numpy[i] and self._differs(obs):
                 self.by_numpy[i] = self._give_up("its result is not that of its layers, one after another")
@@ -95,8 +90,7 @@ class Policy:
         own = {p for layer in layers for p in layer.parameters()}
         others = [p for p in self.module.parameters() if p.requires_grad and p not in own]
         result = first_result(self.module(to_tensor(obs))).sum()
-        gradients = torch.autograd.grad(result, others, allow_unused=True) if others else ()
-        return any(gradient is not None for gradient in gradients)
+        return bool(others) and any(x is not None for x in torch.autograd.grad(result, others, allow_unused=True))
 
     def _give_up(self, reason: str) -> bool:
         self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
@@ -109,14 +103,8 @@ def first_result(output: Any) -> torch.Tensor:
 
 def flattened(module: nn.Module) -> list[nn.Module]:
     """The layers of a Sequential, and of those in it."""
-    if type(module) is nn.Sequential and not has_hooks(module):
-        return [layer for part in module for layer in flattened(part)]
-    return [module]
-
-
-def is_known(layer: nn.Module) -> bool:
-    """Whether numpy computes it: not a subclass, nor one with hooks, as weight normalisation has."""
-    return type(layer) in (nn.Linear, nn.Tanh, nn.ReLU) and not has_hooks(layer)
+    whole = type(module) is not nn.Sequential or has_hooks(module)
+    return [module] if whole else [layer for part in module for layer in flattened(part)]
 
 
 def has_hooks(layer: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from common.processes import BadInput
 
 
 class Range(NamedTuple):
-    """`valid` is True for the values of a flag that are possible (False for NaN), `needed` describes them."""
+    """The values of a flag for which `valid` is true (NaN must not be among them), which `needed` describes."""
 
     valid: Callable[[Any], bool]
     needed: str
@@ -42,7 +42,6 @@ Rate = Annotated[float, Range(lambda x: 0 < x <= 1, "a number above 0, at most 1
 Norm = Annotated[float, Range(lambda x: x > 0, "a number above 0 (inf: no clipping)")]
 Seed = Annotated[int, Range(lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
 Seconds = Annotated[float, Range(lambda x: 2 <= x <= 1e6, "a number from 2 to 1e6")]
-Many = Annotated[int, Range(lambda x: 1 <= x <= 100_000, "an integer from 1 to 100,000")]
 Json = Annotated[str, Range(is_object, """a JSON object, such as '{"num_levels": 200}'""")]
 Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
 
@@ -67,7 +66,7 @@ class RunArgs:
     # experiment; the first three are explained, and have their defaults, in each script
     env_id: str
     total_timesteps: Whole
-    num_envs: Many
+    num_envs: Count
     env_kwargs: Json = "{}"
     """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     seed: Seed = 1
@@ -82,7 +81,7 @@ class RunArgs:
     # evaluation
     eval_every: Period = 50_000
     """evaluate at each multiple of this many transitions (all ranks), before learning, and at the end; 0: never"""
-    eval_episodes: Many = 20
+    eval_episodes: Count = 20
     """episodes per evaluation, all ranks; an episode is cut at 27,000 steps"""
     stop_at_return: Return | None = None
     """end the run once an evaluation's mean return reaches this, the one before learning aside"""
@@ -146,12 +145,6 @@ class RunArgs:
         needed = f"a multiple of {divisor_name} ({divisor}), such as {nearest}"
         self.require(getattr(self, name) % divisor == 0, name, needed)
 
-    def require_divisor(self, name: str, size: int, size_name: str) -> None:
-        """Raise `BadInput`, with the nearest smaller valid value, unless the field `name` divides `size`."""
-        value = getattr(self, name)
-        nearest = next(x for x in range(min(value, size), 0, -1) if size % x == 0)
-        self.require(value == nearest, name, f"a divisor of {size_name} ({size}), such as {nearest}")
-
     def require_budget(self, least: int, what: str) -> None:
         """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""
         if self.load_model is not None and self.total_timesteps == 0:
@@ -178,14 +171,12 @@ def parse(args_type: type[RunArgs], words: list[str] | None = None) -> RunArgs:
 
     Raises `BadInput` for a switch that is given a value.
     """
-    words = sys.argv[1:] if words is None else words
     fields = dataclasses.fields(args_type)
+    words = sys.argv[1:] if words is None else words
     switches = {flag(field.name) for field in fields if field.type in (bool, "bool")}
     for name, value in pairwise(part for word in words for part in word.split("=", 1)):
-        switch = name.replace("_", "-").replace("--no-", "--")
-        if switch in switches and not value.startswith("-"):
-            raise BadInput(f"{name} {value}: takes no value; write {switch} or --no-{switch[2:]}.")
-
+        if name.replace("_", "-").replace("--no-", "--") in switches and not value.startswith("-"):
+            raise BadInput(f"{name} {value}: takes no value; write {name} or {name.replace('--', '--no-', 1)}.")
     all_names = {field.name for field in fields}
     groups = {title: all_names.intersection(names.split()) for title, names in GROUPS.items()}
     groups["algorithm"] = all_names.difference(*groups.values())

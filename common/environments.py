@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from common.processes import BadInput, World, end_with_parent
+from common.processes import BadInput, World, end_with_parent, one_line
 from common.tensors import default_float
 
 TRAINING, EVALUATION, RESTART = range(3)  # seed domains
@@ -72,7 +72,7 @@ class Environments:
             return make_vec(args, self.num_envs, args.num_threads or self.world.cores, life_loss)
         except (gym.error.Error, ImportError, OSError, TypeError) as error:  # OSError: a missing ROM, say
             flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
-            raise BadInput(f"{flags}: {' '.join(str(error).split())}") from error
+            raise BadInput(f"{flags}: {one_line(error)}") from error
 
     def reset(self, checkpoint: int = 0) -> np.ndarray:
         """Start an episode in every environment -> observations (n, *shape). `checkpoint`: the last one's number.
@@ -91,7 +91,6 @@ class Environments:
         self.seeds = environment_seeds(self.args.seed, self.domain, self.indices, checkpoint)
         seed_libraries(self.seeds[0])
         obs, _ = self.envs.reset(seed=np.array(self.seeds) if self.family == "ALE" else self.seeds)
-        self._require_finite("its observation", obs)
         return self._converted(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
@@ -105,16 +104,13 @@ class Environments:
         self._require_finite("the networks have diverged: the action for it", actions)
         obs, rewards, terminations, truncations, infos = self.envs.step(self.for_simulator(actions))
         self._require_finite("its reward", rewards)
-        self._require_finite("its observation", obs)
         truncations = truncations & ~terminations
+        ended = self._count(rewards, terminations, truncations, infos)
         final_obs = {}
         for i in truncations.nonzero()[0]:
-            last = np.array(infos["final_obs"][i])[None]
-            self._require_finite("its last observation", last, first=i)
-            [final_obs[i]] = self._converted(last)
-        ended = self._count(rewards, terminations, truncations, infos)
-        infos = {"final_obs": final_obs, "episode_ended": ended}
+            [final_obs[i]] = self._converted(np.array(infos["final_obs"][i])[None], first=i)
         self.world.feed()
+        infos = {"final_obs": final_obs, "episode_ended": ended}
         return self._converted(obs), rewards, terminations, truncations, infos
 
     def for_simulator(self, actions: np.ndarray) -> np.ndarray:
@@ -141,21 +137,20 @@ class Environments:
             self.lengths[i] = 0
         return ended
 
-    def pop_sums(self) -> list[dict[str, float]]:
-        """For each shard, sums over its episodes that ended since the last call."""
-        sums = [{"return": 0.0, "length": 0.0, "episodes": 0.0} for _ in self.shards]
+    def pop_sums(self) -> np.ndarray:
+        """For each shard (num_shards here, 3): returns, lengths and number of its episodes since the last call."""
+        sums = np.zeros((len(self.shards), 3))
         for episode_return, length, i in self.finished:
-            of_shard = next(x for x, shard in zip(sums, self.shards, strict=True) if i < shard.stop)
-            of_shard["return"] += episode_return
-            of_shard["length"] += length
-            of_shard["episodes"] += 1
+            shard = next(k for k, envs in enumerate(self.shards) if i < envs.stop)
+            sums[shard] += episode_return, length, 1
         self.finished = []
         return sums
 
     def close(self) -> None:
         self.envs.close(**({"timeout": 5} if hasattr(self.envs, "processes") else {}))
 
-    def _converted(self, obs: np.ndarray) -> np.ndarray:
+    def _converted(self, obs: np.ndarray, first: int = 0) -> np.ndarray:
+        self._require_finite("its observation", obs, first)
         if self.channels_last:
             return np.moveaxis(obs, -1, -3)
         return obs.astype(default_float()) if self.casts else obs
@@ -175,10 +170,12 @@ def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: boo
     options = json.loads(args.env_kwargs)
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
     family = args.env_id.partition("/")[0]
+    if draws and family != "ALE":
+        options = {"render_mode": "rgb_array"} | options
     if family == "envpool":
         from common.pool import Pool
 
-        return Pool(args.env_id.removeprefix("envpool/"), num_envs, threads, options, life_loss, draws)
+        return Pool(args.env_id.removeprefix("envpool/"), num_envs, threads, life_loss, options)
     if family == "ALE":
         import ale_py
 
@@ -196,8 +193,6 @@ def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: boo
         from minatar.gym import register_envs
 
         register_envs()
-    if draws:
-        options = {"render_mode": "rgb_array"} | options
     own = {"wrappers": [partial(Simulator, minatar=family == "MinAtar")]}
     own["vector_kwargs"] = same_step | {"copy": False}  # scripts copy what they keep
     return gym.make_vec(args.env_id, num_envs, vectorization_mode=args.vectorization, **own, **options)
@@ -256,19 +251,17 @@ def is_channels_last(space: gym.Space, env_id: str, atari: bool) -> bool:
     Raises `BadInput` for what is neither a vector nor an image.
     """
     shape = space.shape if isinstance(space, gym.spaces.Box) else ()
-    if len(shape) == 1 and shape[0] > 0:
-        return False
     if len(shape) == 3:
-        axis = shape.index(min(shape)) if shape.count(min(shape)) == 1 else 1
-        if atari:
-            axis = 0  # of any number of frames
-        elif env_id.startswith("MinAtar/"):
-            axis = 2  # of any number of kinds of objects
-        if axis != 1 and min(np.delete(shape, axis)) >= 3:
-            return axis == 2
-    image = "at least 3 x 3 with fewer channels, first or last, than rows and columns"
-    needed = f"a vector (1-D Box) or an image (3-D Box, {image}), not {' '.join(str(space).split())}"
-    raise BadInput(f"--env-id {env_id}: its observations must be {needed}.")
+        first, rows, last = shape
+        if atari or (first < min(rows, last) and not env_id.startswith("MinAtar/")):
+            return False  # of any number of frames
+        if last < min(first, rows) or env_id.startswith("MinAtar/"):
+            return True  # of any number of kinds of objects
+    if len(shape) != 1:
+        image = "a 3-D Box with fewer channels, first or last, than rows and columns"
+        needed = f"a vector (1-D Box) or an image ({image}), not {one_line(space)}"
+        raise BadInput(f"--env-id {env_id}: its observations must be {needed}.")
+    return False
 
 
 class Episode(NamedTuple):
@@ -285,9 +278,8 @@ def evaluate(
 ) -> tuple[dict[str, float], Episode | None]:
     """Play --eval-episodes, each from its own seed, always the same -> a row of means and seconds; and the first.
 
-    `act` maps a shard's observations (n, *shape) to actions. Shard s plays the episodes e with e mod the number
-    of shards = s; rank 0 gets the first. An episode of `MAX_STEPS` counts as it stands. A stop request cuts it
-    short (`world.stop`); then the row means nothing.
+    `act` maps a shard's observations (n, *shape) to actions. Shard s plays the episodes e with e mod the number of
+    shards = s. An episode of `MAX_STEPS` counts as it stands. A stop request cuts it short (`world.stop`).
     """
     start = time.perf_counter()
     episodes = args.eval_episodes

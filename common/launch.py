@@ -16,7 +16,8 @@ from common.arguments import RunArgs, parse
 from common.processes import BadInput, end_now, end_with_parent
 
 PATIENCE = 5.0  # seconds that rank 0 may need to say what happened
-SIGNS = ("closed by peer", "reset by peer", "Broken pipe", "another rank has ended", "got 0 bytes")
+# of errors of a collective or the store whose other end is gone
+PEER_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "another rank has ended", "got 0 bytes")
 
 
 def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
@@ -26,8 +27,6 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
     """
     rank = int(os.environ.get("RANK", 0))
     nowhere = open(os.devnull, "w")
-    sys.stdout = sys.stdout or nowhere  # None if closed
-    sys.stderr = sys.stderr or nowhere
     code = 0
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -53,7 +52,7 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
         code = 130
     except BaseException as error:
         code = 1
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS):
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_ENDED):
             print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
             time.sleep(2 * PATIENCE)  # torchrun names the first rank to end as the cause
         else:

@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_info
 
 from common.arguments import MAY_CHANGE_ON_RESUME, RunArgs, flag
 from common.environments import Episode
-from common.processes import BadInput, World
+from common.processes import BadInput, World, one_line
 
 COLUMNS_OF_ALL = (
     *("global_step", "charts/episodic_return", "charts/episodic_length", "charts/episodes", "charts/learning_rate"),
@@ -34,90 +34,83 @@ LOCK_TIMEOUT = 15.0  # seconds to wait for the end of a process that holds the r
 PROGRESS_PERIOD = 10.0  # seconds between two lines of progress where there is no terminal
 SHOWN = {"SPS": "time/SPS", "return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minatar", "mujoco")
-# variables by which MKL, oneDNN and numpy take other instructions
-LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
-LIMITS += ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES")
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed", "versions")  # of config.json
 
 
 class Logger:
     """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to wandb and TensorBoard.
 
-    `columns`: the script's own. Raises `BadInput` for a directory that holds another run, or is being written.
+    `script`: its path; `columns`: its own. `dir`: the run directory, on rank 0. Raises `BadInput`, naming the
+    flag, for a directory that holds another run, is being written or cannot be.
     """
 
     def __init__(self, args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> None:
         self.args = args
+        self.script = script
         self.columns = (*COLUMNS_OF_ALL, *columns)
         self.world = world
         self.enabled = world.rank == 0
-        self.dir: Path | None = None  # of rank 0, absolute
+        self.dir: Path | None = None
         self.latest: dict[str, float] = {}  # the newest number of each column
         self.shown = 0.0  # when progress was shown
         self.evaluated = 0.0  # seconds of evaluations and films
-        self.begun = time.perf_counter()
         self.bar: Any = None  # of tqdm, on a terminal
         self.wandb: Any = None
         self.tensorboard: Any = None
-        self.films = args.capture_video
+        self.opened = ExitStack()
         if self.enabled:
-            with ExitStack() as opened:
-                self._open(script, opened)
-                self.opened = opened.pop_all()
+            self._open()
 
-    def _open(self, script: Path, opened: ExitStack) -> None:
+    def _open(self) -> None:
         args = self.args
         try:
-            self.dir = Path(args.run_dir).absolute() if args.run_dir else new_directory(args, script)
+            self.dir = Path(args.run_dir).absolute() if args.run_dir else new_directory(args, self.script)
             self.dir.mkdir(parents=True, exist_ok=True)
-            opened.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
+            self.opened.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
         except filelock.Timeout as error:
             fault = "another process is writing there; end it, or name another"
             raise BadInput(f"--run-dir {self.dir}: {fault}.") from error
         except OSError as error:
             raise BadInput(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); name another.") from error
         config = self.dir / "config.json"
-        self.record = run_record(args, script, self.columns, self.world)
-        self.resumed = args.resume and config.exists()
-        if self.resumed:
+        self.record = run_record(args, self.script, self.columns, self.world)
+        resumed = args.resume and config.exists()
+        if resumed:
             before = json.loads(config.read_text())
             require_same_run(before, self.record)
             for name in DECIDES_BYTES:
-                if before.get(name) != self.record.get(name):
-                    values = f"{name} {self.record.get(name)}, before {before.get(name)}"
-                    self.note(f"no longer the same bytes as without a stop: {values}")
+                if before.get(name) != self.record[name]:
+                    change = f"{name} {self.record[name]}, before {before.get(name)}"
+                    self.note(f"no longer the same bytes as without a stop: {change}")
         elif config.exists() or (self.dir / "metrics.csv").exists():
             advice = "" if args.resume else ", or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
+        if args.track:
+            self._open_wandb(resumed)
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(self.dir / "tensorboard")
-            opened.callback(self.tensorboard.close)
-        if args.track:
-            self._open_wandb(script)
         self.note(f"writing to {self.dir}")
 
-    def _open_wandb(self, script: Path) -> None:
+    def _open_wandb(self, resumed: bool) -> None:
         import wandb
 
         id_file = self.dir / "wandb_id"
         try:
             self.wandb = wandb.init(
-                id=id_file.read_text() if self.resumed and id_file.exists() else None,
+                id=id_file.read_text() if resumed and id_file.exists() else None,
                 resume="allow",
                 project=self.args.wandb_project_name,
                 entity=self.args.wandb_entity,
                 name=self.dir.name,
-                group=f"{self.args.env_id}__{script.stem}",  # the seeds of one experiment
+                group=f"{self.args.env_id}__{self.script.stem}",  # the seeds of one experiment
                 config=self.args.as_json() | self.record,
-                settings=wandb.Settings(finish_timeout=10.0),  # seconds; `wandb sync` sends the rest
+                save_code=True,
             )
         except Exception as error:  # wandb's own, and those of its settings
-            reason = " ".join(str(error).split())
-            raise BadInput(f"--track: {reason}; run `wandb login`, or set WANDB_MODE=offline.") from error
+            raise BadInput(f"--track: {one_line(error)}; run `wandb login`, or set WANDB_MODE=offline.") from error
         id_file.write_text(self.wandb.id)
-        self.wandb.save(str(script.absolute()), base_path=str(script.absolute().parent), policy="now")
 
     def start(self, state: dict[str, float] | None) -> None:
         """Start the clock and write the first files, or go on from a checkpoint's `state`."""
@@ -125,35 +118,35 @@ class Logger:
         self.rng_state = torch.get_rng_state()  # None once a draw from it was noted
         if not self.enabled:
             return
-        if state is None:
-            difference = self.record.pop("difference")
-            text = json.dumps(self.record, indent=2) + "\n"
-            write_whole(self.dir / "config.json", lambda file: file.write(text.encode()))
-            if difference:
-                write_whole(self.dir / "changes.diff", lambda file: file.write(difference.encode()))
-            self.csv.write_text(",".join(self.columns) + "\n")
-        else:
+        self.csv = self.dir / "metrics.csv"
+        if state:
             os.truncate(self.csv, state["length"])
             self.evaluated = state["evaluated"]
             self.begun -= state["wall"]
+        else:
+            write_whole(self.dir / "config.json", text=json.dumps(self.record, indent=2) + "\n")
+            if self.record["changed"]:
+                difference = git(self.script, "diff", "HEAD", "--", self.script.name, "common")
+                write_whole(self.dir / "changes.diff", text=difference)
+            self.csv.write_text(",".join(self.columns) + "\n")
         if sys.stdout.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=self.args.total_timesteps, file=sys.stdout)
 
-    @property
-    def csv(self) -> Path:
-        return self.dir / "metrics.csv"
-
     def state(self) -> dict[str, float]:
         """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
         with open(self.csv, "rb") as file:
             os.fsync(file.fileno())
-            length = file.seek(0, os.SEEK_END)
-        return {"length": length, "wall": time.perf_counter() - self.begun, "evaluated": self.evaluated}
+        wall = time.perf_counter() - self.begun
+        return {"length": self.csv.stat().st_size, "wall": wall, "evaluated": self.evaluated}
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
-        """Write a row: columns and their numbers, the rest stays blank. Every rank must call with the same losses."""
+        """Write a row: columns and their numbers, the rest stays blank. Every rank must call with the same losses.
+
+        Raises `KeyError` for a name that `columns` lack and, after the row, `FloatingPointError` for a loss that is
+        not finite.
+        """
         for name in row:
             if name not in self.columns:
                 raise KeyError(f"metrics.csv has no column {name}; add it to COLUMNS")
@@ -179,57 +172,44 @@ class Logger:
             file.write(",".join(cells) + "\n")
         if self.wandb:  # which leaves out the rows that it has of before a kill
             self.wandb.log(row | {"charts/SPS": row["time/SPS"]} if "time/SPS" in row else row, step=step)
-        if self.tensorboard:
-            for name, value in row.items():
-                self.tensorboard.add_scalar(name, value, step)
+        for name, value in row.items() if self.tensorboard else ():
+            self.tensorboard.add_scalar(name, value, step)
         self.latest |= row
         if self.bar is not None or "time/eval" in row or time.perf_counter() > self.shown + PROGRESS_PERIOD:
             self._show()
-
-    def film(self, global_step: int, episode: Episode) -> None:
-        """Film an evaluation's episode, on rank 0; if that fails, say why, and film no more."""
-        if not self.films:
-            return
-        from common.video import film
-
-        started = time.perf_counter()
-        path = self.dir / "videos" / f"{global_step}.mp4"
-        try:
-            film(path, self.args, episode, self.world.feed)
-            if self.wandb:
-                import wandb
-
-                self.wandb.log({"videos/evaluation": wandb.Video(str(path), format="mp4")}, step=global_step)
-        except Exception as error:  # a simulator's own, a missing display's, a full disk's
-            self.note(f"--capture-video: no films ({type(error).__name__}: {' '.join(str(error).split())})")
-            self.films = False
-        self.evaluated += time.perf_counter() - started
 
     def _show(self) -> None:
         """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
         self.shown = time.perf_counter()
         step = self.latest["global_step"]
         numbers = [f"{word} {self.latest[name]:,.1f}" for word, name in SHOWN.items() if name in self.latest]
-        if self.bar is not None:
+        if self.bar is None:
+            self.note("  ".join([f"{step:,} of {self.args.total_timesteps:,}", *numbers]))
+        else:
             self.bar.set_postfix_str("  ".join(numbers), refresh=False)
             self.bar.update(step - self.bar.n)
-        else:
-            self.note("  ".join([f"{step:,} of {self.args.total_timesteps:,}", *numbers]))
 
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self.enabled:
+            print(text, flush=True) if self.bar is None else self.bar.write(text)
+
+    def film(self, global_step: int, episode: Episode) -> None:
+        """Film an evaluation's episode; if that fails, say why."""
+        started = time.perf_counter()
+        if self.args.capture_video and self.enabled:
+            from common.video import film
+
             try:
-                print(text, flush=True) if self.bar is None else self.bar.write(text)
-            except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                film(self.dir / "videos" / f"{global_step}.mp4", self.args, episode, self.world.feed)
+            except Exception as error:  # a simulator's own, a missing display's, a full disk's
+                self.note(f"--capture-video: no film ({type(error).__name__}: {one_line(error)})")
+        self.evaluated += time.perf_counter() - started
 
     def __enter__(self) -> Logger:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not self.enabled:
-            return
         with self.opened:
             if self.bar is not None:
                 self.bar.close()
@@ -237,25 +217,26 @@ class Logger:
                 self._show()
             if self.wandb:
                 self.wandb.finish(exit_code=int(error is not None))
+            if self.tensorboard:
+                self.tensorboard.close()
 
 
 def new_directory(args: RunArgs, script: Path) -> Path:
     """Make the default directory of a run, which no other run has."""
     env_id = args.env_id.replace("/", "-").replace(":", "-")
     name = f"{env_id}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(2):
-        path = Path("runs").absolute() / name
+    for number in itertools.count(1):
+        path = Path("runs", name if number == 1 else f"{name}_{number}").absolute()
         with suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-        name = f"{name.removesuffix(f'_{number - 1}')}_{number}"
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Have `write` fill a file of another name, then rename it: it is whole or not there."""
+def write_whole(path: Path, write: Callable[[BinaryIO], Any] | None = None, text: str = "") -> None:
+    """Fill a file of another name, with `text` or by `write`, then rename it: it is whole or not there."""
     part = path.with_name(f"{path.name}.part")
     with open(part, "wb") as file:
-        write(file)
+        write(file) if write else file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
@@ -270,26 +251,30 @@ def git(script: Path, *words: str) -> str:
 
 
 def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> dict[str, Any]:
-    """What a rerun must know: flags, code (`difference`: from the commit), processes, versions, processor."""
-    record = {"script": script.stem, "args": args.as_json(), "columns": list(columns), "world_size": world.world_size}
-    record |= {"command": shlex.join(sys.argv), "device": processor(), "threads": torch.get_num_threads()}
-    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
-    record["instructions"] = " ".join([torch.backends.cpu.get_cpu_capability(), *limits])  # such as AVX512
-    libraries = [x for x in threadpool_info() if x["user_api"] == "blas"]
-    facts = ("internal_api", "version", "architecture", "num_threads")
-    record["blas"] = sorted(" ".join(str(library.get(name)) for name in facts) for library in libraries)
-    sources = ("--", script.name, "common")
-    record["commit"] = git(script, "rev-parse", "--verify", "--quiet", "HEAD").strip() or None
-    record["changed"] = bool(git(script, "status", "--porcelain", *sources)) if record["commit"] else None
-    record["difference"] = git(script, "diff", "HEAD", *sources)
-    versions = {"python": platform.python_version()}
+    """What a rerun must know: flags, code, processes, versions, processor."""
+    device = processor()
+    if world.device.type == "cuda":
+        device = f"{torch.cuda.get_device_name(world.device)}; {device}"
+    blas = [x for x in threadpool_info() if x["user_api"] == "blas"]
+    commit = git(script, "rev-parse", "--verify", "--quiet", "HEAD").strip() or None
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    if world.device.type == "cuda":
-        record["device"] = f"{torch.cuda.get_device_name(world.device)}; {record['device']}"
-        versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return record | {"versions": versions}
+    return {
+        "script": script.stem,
+        "args": args.as_json(),
+        "columns": list(columns),
+        "world_size": world.world_size,
+        "command": shlex.join(sys.argv),
+        "device": device,
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # such as AVX512
+        "threads": torch.get_num_threads(),
+        "blas": sorted(f"{x['internal_api']} {x['version']} {x.get('architecture')} {x['num_threads']}" for x in blas),
+        "commit": commit,
+        "changed": bool(git(script, "status", "--porcelain", "--", script.name, "common")) if commit else None,
+        "versions": versions,
+    }
 
 
 def processor() -> str:
@@ -301,12 +286,10 @@ def processor() -> str:
 
 def require_same_run(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise `BadInput`, naming the flag, unless the run that `now` describes may go on with the one before."""
-    if before["script"] != now["script"]:
-        raise BadInput(f"--run-dir: holds a run of {before['script']}.py; name another.")
+    if before["script"] != now["script"] or before["columns"] != now["columns"]:
+        raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or one with other COLUMNS; name another.")
     for name, value in now["args"].items():
         if name not in MAY_CHANGE_ON_RESUME and value != before["args"].get(name, value):
             raise BadInput(f"{flag(name)} {value}: must be {before['args'][name]} to go on with this --run-dir.")
     if now["args"]["shards"] is None and before["world_size"] != now["world_size"]:
         raise BadInput(f"--shards: was left out, so the run goes on on {before['world_size']} process(es) only.")
-    if before["columns"] != now["columns"]:
-        raise BadInput("--run-dir: holds a run with other COLUMNS; name another.")

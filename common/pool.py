@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
 
 class Pool(VectorEnv):
     """EnvPool environments that reset in the step that ends an episode, each from a seed of its own.
 
-    EnvPool takes seeds only when it makes environments, so `reset` makes them anew.
-    A dictionary of vectors and numbers is observed as one vector, in the order of its keys.
-    `game_over` in the infos shows where an Atari game ended; with `life_loss` a lost life terminates.
-    Raises `gym.error.Error` for a task that EnvPool cannot make, and for one of several players.
+    EnvPool takes seeds only when it makes environments, so `reset` makes them anew. A dictionary of vectors and
+    numbers is observed as one vector, in the order of its keys. `game_over` in the infos shows where an Atari game
+    ended; with `life_loss` a lost life terminates. Raises `gym.error.Error` for a task that EnvPool cannot make.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(
-        self, task: str, num_envs: int, num_threads: int, options: dict[str, Any], life_loss: bool, draws: bool = False
-    ) -> None:
+    def __init__(self, task: str, num_envs: int, num_threads: int, life_loss: bool, options: dict[str, Any]) -> None:
         import envpool
 
         self.num_envs = num_envs
-        if draws:
-            options = options | {"render_mode": "rgb_array"}
-        threads = min(num_threads, num_envs)
-        self.make = functools.partial(envpool.make_gymnasium, task, num_threads=threads, **options)
+        self.make = partial(envpool.make_gymnasium, task, num_threads=min(num_threads, num_envs), **options)
         try:
             one = self.make(num_envs=1, seed=[0])
         except (AssertionError, RuntimeError) as error:
@@ -42,22 +35,15 @@ class Pool(VectorEnv):
             raise gym.error.Error(f"EnvPool's {task} has several players; it must have one.")
         self.atari = "full_action_space" in config
         self.life_loss = self.atari and life_loss
-        self.stack = config["stack_num"] if self.atari and config["gray_scale"] else 1  # frames of an observation
         with warnings.catch_warnings(action="ignore"):  # that bounds of spaces lose digits
             space = one.observation_space
             self.single_action_space = one.action_space
-        self.keys: list[str] = []  # of a dictionary
-        if isinstance(space, gym.spaces.Dict) and all(is_vector(part) for part in space.spaces.values()):
-            self.keys = list(space.spaces)
-            space = gym.spaces.flatten_space(space)
-        self.single_observation_space = space
-        self.observation_space = batch_space(space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.keys = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
+        self.single_observation_space = gym.spaces.flatten_space(space) if self.keys else space
 
     def _as_array(self, obs: Any) -> np.ndarray:
-        if not self.keys:
-            return obs
-        return np.concatenate([np.reshape(obs[key], (len(obs[key]), -1)) for key in self.keys], 1)
+        parts = [obs[key].reshape(len(obs[key]), -1) for key in self.keys]
+        return np.concatenate(parts, 1) if parts else obs
 
     def reset(self, *, seed: list[int], options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.pool = None  # its threads end before others begin
@@ -88,7 +74,3 @@ class Pool(VectorEnv):
 
     def close_extras(self, **kwargs: Any) -> None:
         self.pool = None
-
-
-def is_vector(space: gym.Space) -> bool:
-    return isinstance(space, gym.spaces.Box) and len(space.shape) <= 1 and np.issubdtype(space.dtype, np.floating)

@@ -38,6 +38,11 @@ class BadInput(ValueError):
     """A setting that cannot work. `launch` prints it in one line and ends with code 2."""
 
 
+def one_line(text: object) -> str:
+    """A text or an error on one line of at most 300 characters; without a text, its class's name."""
+    return " ".join(str(text).split())[:300] or type(text).__name__
+
+
 class World:
     """This rank among the ranks of a run.
 
@@ -56,8 +61,8 @@ class World:
         self.num_shards = shards or self.world_size
         powers = self.num_shards.bit_count() == 1 and self.world_size.bit_count() == 1
         if self.sharded and not (powers and self.num_shards >= self.world_size):
-            valid = f"such as {2 ** (max(shards, self.world_size) - 1).bit_length()}"
-            needed = f"a power of two, {valid}, no less than the number of processes ({self.world_size}), which too is one"
+            nearest = 2 ** (max(shards, self.world_size) - 1).bit_length()
+            needed = f"a power of two such as {nearest}, as is the number of processes ({self.world_size}), and no less"
             raise BadInput(f"--shards {shards}: must be {needed}.")
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

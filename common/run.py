@@ -1,4 +1,4 @@
-"""What surrounds a training loop: gradients over all shards, rows of metrics, what is done periodically."""
+"""What surrounds a training loop: gradients, rows of metrics, what is done periodically; and its opening."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from torch import nn
 
 from common.acting import Policy
 from common.arguments import RunArgs
-from common.checkpoint import Checkpoints, check_equal, for_model, load_model, state_of
 from common.encoders import is_large
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
 from common.processes import BadInput, World, set_up_processor
 from common.shards import Gradient
-from common.tensors import upload
+from common.tensors import check_equal, for_model, state_of, upload
 
-Act = Callable[[np.ndarray], np.ndarray]
 STOP_PERIOD = 100  # transitions (all ranks) after which ranks exchange stop requests
 CHUNK = 1024  # rows of a network's input, for memory
 
@@ -52,15 +50,13 @@ class Run:
         self.replay: Any = None
         self.policies: list[Policy] = []
         self.gradients: dict[nn.Module, Gradient] = {}
-        self.reported: list[list[dict[str, torch.Tensor]]] = []  # by losses, since they were last summed
+        self.reported: list[list[dict[str, torch.Tensor]]] = []  # by losses, what is not yet in the sums
         self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what they reported, for the next row
         self.counts: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
-        self.lap_start = time.perf_counter()
+        self.seconds: Counter[str] = Counter()  # by column
         self.updating = False
         self.needs_reset = True
         self.global_step = 0
-        self.last_step = 0
         self.num_checkpoints = 0  # how many have been written
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, due or not
         if args.compile:
@@ -116,8 +112,6 @@ class Run:
         self.reported.append([{name: x for name, x in of_shard.items() if x.dim() == 0} for of_shard in stats])
         if len(self.reported) == 16:  # keeping more tensors until the row would fragment memory
             self._sum_reported()
-        if len(stats) == 1:
-            return {name: x.reshape(-1) for name, x in stats[0].items()}
         return {name: torch.cat([of_shard[name].reshape(-1) for of_shard in stats]) for name in stats[0]}
 
     def _compiles(self, sizes: list[int] | None) -> bool:
@@ -145,7 +139,7 @@ class Run:
         means = torch.stack(values).double().mean(0)
         return self.world.gather_shards(means[:, None].tolist()).mean()  # collective
 
-    def load_or_start(self, act: Act, last_step: int) -> None:
+    def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int) -> None:
         """Go on from a checkpoint or load a model, and evaluate before anything is learned.
 
         `last_step`: transitions at the end of the run. `act`: a shard's observations (n, *shape) -> actions.
@@ -155,17 +149,20 @@ class Run:
         self.last_step = last_step
         saved = {}
         if args.checkpoint_every:
-            self.checkpoints = Checkpoints(args, self.world, self.logger, self.state, self.replay)  # collective
+            from common.checkpoint import Checkpoints
+
+            self.checkpoints = Checkpoints(self.world, self.logger, self.state, self.replay)  # collective
             saved = self.checkpoints.read_newest() if args.resume else {}  # collective
             self.global_step = self.checkpoint_step = saved.get("global_step", 0)
             self.num_checkpoints = saved.get("num_checkpoints", 0)
         if args.load_model is not None and not self.global_step:
+            from common.checkpoint import load_model
+
             load_model(args, self.state)
         self.logger.start(saved.get("logger"))
         through = "shared memory" if self.world.memory else "sockets"
-        through = f", through {through}" if self.world.world_size > 1 else ""
-        processes = f"{self.world.world_size} process(es), {self.device}{through}"
-        self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}")
+        processes = f"{self.world.world_size} processes through {through}" if self.world.world_size > 1 else "1 process"
+        self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}, {self.device}")
         if args.eval_every and not self.global_step:
             self._evaluate()  # collective
             if self.world.stop:
@@ -183,33 +180,29 @@ class Run:
         """Whether to log a row: at multiples of `log_every`, before a checkpoint, at the end. Call at each step."""
         before = self.global_step
         self.lap("time/update" if self.updating else "time/rollout")
+        self.updating = False
         if crossed(STOP_PERIOD, before, global_step):
             self.world.poll_stop()  # collective
-        if global_step == self.last_step or self.world.stop:
-            return True
-        return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
+        ends = global_step == self.last_step or self.world.stop
+        return ends or any(crossed(period, before, global_step) for period in (log_every, self.args.checkpoint_every))
 
     def log(self, global_step: int, more: dict[str, float]) -> None:
         """Write a row: means over all ranks of what losses reported and of finished episodes; `more` columns."""
         self.lap("time/update" if self.updating else "time/rollout")
         self._sum_reported()
-        counts = self.counts
-        parts = []
-        for episodes, losses in zip(self.envs.pop_sums(), self.sums, strict=True):
-            parts.append([*episodes.values(), *(losses[name] for name in counts)])
-        size = len(parts) * len(parts[0])
-        table = self.world.gather(np.concatenate([np.ravel(parts), [*self.seconds.values()]]))  # collective
-        row = dict(zip(self.seconds, table[:, size:].max(0).tolist(), strict=True))  # the slowest rank's
-        total_return, total_length, num_episodes, *totals = table[:, :size].reshape(self.world.num_shards, -1).sum(0)
-        row["charts/episodes"] = int(num_episodes)
-        if num_episodes:
-            row["charts/episodic_return"] = total_return / num_episodes
-            row["charts/episodic_length"] = total_length / num_episodes
-        for (name, count), total in zip(counts.items(), totals, strict=True):
+        sums = np.hstack([self.envs.pop_sums(), [[*of_shard.values()] for of_shard in self.sums]])
+        table = self.world.gather([*sums.ravel(), *self.seconds.values()])  # collective
+        totals, seconds = np.split(table, [sums.size], axis=1)
+        returns, lengths, episodes, *losses = totals.reshape(self.world.num_shards, -1).sum(0).tolist()
+        row = dict(zip(self.seconds, seconds.max(0).tolist(), strict=True))  # the slowest rank's
+        row["charts/episodes"] = int(episodes)
+        if episodes:
+            row["charts/episodic_return"] = returns / episodes
+            row["charts/episodic_length"] = lengths / episodes
+        for (name, count), total in zip(self.counts.items(), losses, strict=True):
             row[f"losses/{name}"] = total / count / self.world.num_shards
-        self.sums = [Counter() for _ in self.sums]
-        self.counts = Counter()
-        self.seconds = Counter()
+        for counter in (*self.sums, self.counts, self.seconds):
+            counter.clear()
         self.logger.log(global_step, row | more)
 
     def _sum_reported(self) -> None:
@@ -217,8 +210,8 @@ class Run:
             updates = [stats for stats in self.reported if name in stats[0]]
             self.counts[name] += len(updates)
             for shard, sums in enumerate(self.sums):
-                values = torch.stack([stats[shard][name] for stats in updates]).double()
-                sums[name] = sum(values.tolist(), sums[name])
+                values = torch.stack([stats[shard][name] for stats in updates])
+                sums[name] += values.double().sum().item()
         self.reported = []
 
     def lap(self, column: str | None = None) -> None:
@@ -247,19 +240,13 @@ class Run:
             due = crossed(args.checkpoint_every, self.checkpoint_step, global_step)
             self.checkpoint_step = global_step
             if due:
-                self._checkpoint()  # collective
+                check_equal(global_step, self.state, self.world)  # collective
+                self.num_checkpoints += 1
+                self.checkpoints.write(global_step, self.num_checkpoints)  # collective
+                self.needs_reset = True
         self.updating = False
         self.lap()
         return False
-
-    def _checkpoint(self) -> None:
-        check_equal(self.global_step, self.state, self.world)  # collective
-        if self.replay is not None:
-            self.replay.cut()  # collective
-        self.num_checkpoints += 1
-        self.needs_reset = True
-        about = {"global_step": self.global_step, "num_checkpoints": self.num_checkpoints}
-        self.checkpoints.write(about)  # collective
 
     def _evaluate(self) -> float:
         """Compare ranks, then play and log the evaluation -> its mean return."""
@@ -267,8 +254,7 @@ class Run:
         row, episode = evaluate(self.act, self.args, self.world)  # collective
         if not self.world.stop:  # which cuts it short
             self.logger.log(self.global_step, row)
-            if episode:
-                self.logger.film(self.global_step, episode)
+            self.logger.film(self.global_step, episode)
         return row["eval/episodic_return"]
 
     def finish(self) -> None:
@@ -293,8 +279,7 @@ def open_run(
     with closing(Environments(args, TRAINING, parts, world)) as envs:
         if not isinstance(envs.single_action_space, action_spaces):
             names = " or ".join(kind.__name__ for kind in action_spaces)
-            fault = f"its actions must be {names}, not {envs.single_action_space}"
-            raise BadInput(f"--env-id {args.env_id}: {fault}.")
+            raise BadInput(f"--env-id {args.env_id}: its actions must be {names}, not {envs.single_action_space}.")
         parallel = is_large(envs.single_observation_space) and not world.sharded
         torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))
         with Logger(args, Path(script), columns, world) as logger, world.open(args.timeout):

@@ -1,15 +1,13 @@
 """Shards: groups of environments, whose arithmetic is the same on any number of processes.
 
-Sums and products round differently in arrays of another shape. So networks run on each shard's
-numbers alone, and sums over shards have one order: gradients are added along a binary tree, all
-else along a table of all shards (`World.gather_shards`). Without `--shards` each process is one
-shard.
+Sums and products round differently in arrays of another shape. So networks run on each shard's numbers alone, and
+sums over shards have one order: gradients are added along a binary tree, all else along a table of all shards
+(`World.gather_shards`). Without `--shards` each process is one shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,37 +17,37 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from common.memory import SLOT
-from common.processes import BadInput, World
+from common.processes import BadInput, World, one_line
 
 
 class Gradient:
     """Runs a loss and its backward on a batch; leaves in `.grad` the mean over all shards of all ranks.
 
-    `loss`: a module, or DDP around it, which returns the loss, a mean over the rows that it is given, and a dict of
-    tensors. Without shards and shared memory DDP averages over ranks itself, else by the communication hook
-    `_average`. `compiles`: whether to compile loss and gradient into one graph; where that fails, `note` says why.
+    `loss`: a module, or DDP around it, which returns the loss and a dict of tensors. DDP averages over ranks by
+    itself or, if there are shards or shared memory, by the communication hook `_average`. `compiles`: whether to
+    compile loss and gradient into one graph; where that fails, `note` says why.
     Raises `BadInput` for a module that would make the result depend on the number of processes.
     """
 
     def __init__(self, loss: nn.Module, world: World, compiles: bool, note: Callable[[str], None]) -> None:
         self.world = world
+        self.ddp = loss if isinstance(loss, DDP) else None
+        self.bare = loss.module if self.ddp else loss
         self.compiles = compiles
         self.compiled = False
         self.note = note
-        self.ddp = loss if isinstance(loss, DDP) else None
-        self.bare = loss.module if self.ddp else loss
         if world.num_shards > 1:
             require_same_on_any_process(self.bare)
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients of this rank's shards but the last
+        if self.ddp and (world.sharded or world.memory):
+            self.ddp.register_comm_hook(None, self._average)
 
         def gradient(*inputs: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
             value, stats = self.bare(*inputs)
             return torch.autograd.grad(value, self.parameters), stats
 
         self.gradient = gradient
-        if self.ddp and (world.sharded or world.memory):
-            self.ddp.register_comm_hook(None, self._average)
 
     def __call__(self, inputs: Any, sizes: list[int]) -> list[dict[str, torch.Tensor]]:
         """Inputs: nested tensors (b, ...), of which each shard has `sizes` rows -> what the loss reports for each.
@@ -59,14 +57,22 @@ class Gradient:
         parts = split(inputs, sizes)
         if self.compiles:
             self._compile(parts[0])  # collective
-        if self.ddp and not self.compiled:
-            return self._backward_by_ddp(parts)  # collective
+        by_ddp = self.ddp and not self.compiled
         results = []
-        for part in parts:
+        for part in parts[:-1] if by_ddp else parts:
             result = self.gradient(*part)
             if self.compiled and self.parameters[0].is_cuda:  # CUDA graphs write the next one to the same memory
                 result = tree_map(torch.clone, result)
             results.append(result)
+        all_stats = [stats for _, stats in results]
+        if by_ddp:
+            self.earlier = [dict(zip(self.parameters, gradient, strict=True)) for gradient, _ in results]
+            for p in self.parameters:
+                p.grad = None
+            value, stats = self.ddp(*parts[-1])
+            value.backward()  # collective: DDP averages over processes
+            return [*all_stats, stats]
+
         gradients = tree_sum([[*gradient] for gradient, _ in results])
         if self.world.world_size > 1:
             flat = torch.cat([x.flatten() for x in gradients])
@@ -78,39 +84,6 @@ class Gradient:
         for p, gradient in zip(self.parameters, gradients, strict=True):
             # a fused optimiser takes the parameters' order of memory for granted
             p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
-        return [stats for _, stats in results]
-
-    def _compile(self, inputs: Any) -> None:
-        """Compile for inputs like these; where that fails on any rank, go on without."""
-        self.compiles = False
-        # CUDA graphs, as by the mode "reduce-overhead"; and kernels that no timing chooses, on each rank alike
-        options = {"triton.cudagraphs": True, "deterministic": True} if self.parameters[0].is_cuda else None
-        torch._dynamo.config.trace_autograd_ops = True  # `backward` in a graph may not set `.grad`
-        compiled = torch.compile(self.gradient, fullgraph=True, dynamic=False, options=options)
-        fault = ""
-        try:
-            compiled(*inputs)
-        except Exception as error:  # the compiler raises many kinds, one of them for a missing g++
-            fault = " ".join(str(error).split())[:300]
-        faults = [x for x in self.world.gather_objects(fault) if x]  # collective
-        if faults:
-            self.note(f"--compile: {type(self.bare).__name__} is not compiled ({faults[0]})")
-        else:
-            self.gradient = compiled
-            self.compiled = True
-
-    def _backward_by_ddp(self, parts: list[Any]) -> list[dict[str, torch.Tensor]]:
-        all_stats = []
-        for number, part in enumerate(parts, 1):
-            for p in self.parameters:
-                p.grad = None
-            with nullcontext() if number == len(parts) else self.ddp.no_sync():
-                value, stats = self.ddp(*part)
-                value.backward()  # collective, of the last shard: DDP averages over processes
-            all_stats.append(stats)
-            if number < len(parts):
-                self.earlier.append({p: p.grad for p in self.parameters})
-        self.earlier.clear()
         return all_stats
 
     def _average(self, _, bucket):
@@ -127,6 +100,25 @@ class Gradient:
         future = torch.futures.Future()
         future.set_result(buffer)
         return future
+
+    def _compile(self, inputs: Any) -> None:
+        """Compile for inputs like these; where that fails on any rank, go on without."""
+        self.compiles = False
+        # CUDA graphs, as by the mode "reduce-overhead"; and kernels that no timing chooses, on each rank alike
+        options = {"triton.cudagraphs": True, "deterministic": True} if self.parameters[0].is_cuda else None
+        torch._dynamo.config.trace_autograd_ops = True  # `backward` in a graph may not set `.grad`
+        compiled = torch.compile(self.gradient, fullgraph=True, dynamic=False, options=options)
+        fault = ""
+        try:
+            compiled(*inputs)
+        except Exception as error:  # the compiler raises many kinds, one of them for a missing g++
+            fault = one_line(error)
+        faults = [x for x in self.world.gather_objects(fault) if x]  # collective
+        if faults:
+            self.note(f"--compile: {type(self.bare).__name__} is not compiled ({faults[0]})")
+        else:
+            self.gradient = compiled
+            self.compiled = True
 
 
 def split(nest: Any, sizes: list[int]) -> list[Any]:

@@ -1,12 +1,15 @@
-"""From arrays to tensors, and from this process's memory to its GPU."""
+"""Tensors: of arrays, on a GPU, and of a run's state, which is saved, restored and compared."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
+
+from common.processes import BadInput, World, one_line
 
 ALIGNMENT = 512  # bytes, to which CUDA aligns its own memory; kernels may round otherwise at other addresses
 
@@ -42,3 +45,50 @@ def upload(nest: Any, device: torch.device) -> Any:
         part[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
     parts = iter(packed.to(device, non_blocking=True).split(sizes))
     return tree_map_only(torch.Tensor, lambda x: next(parts)[: x.nbytes].view(x.dtype).view(x.shape), nest)
+
+
+def state_of(value: Any) -> Any:
+    """The tensors and numbers, on the CPU, of a generator, a tensor, or anything that has `state_dict`."""
+    if hasattr(value, "state_dict"):
+        value = value.state_dict()
+    elif isinstance(value, torch.Generator):
+        value = value.get_state()
+    return tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), value)
+
+
+@torch.no_grad()
+def restore(state: dict[str, Any], saved: dict[str, Any], source: str) -> None:
+    """Set what is in `state`, in place. Raises `BadInput` for what does not fit, as of an edited script."""
+    for name, value in state.items():
+        try:
+            if isinstance(value, torch.Generator):
+                value.set_state(saved[name])
+            elif isinstance(value, torch.Tensor):
+                value.copy_(saved[name])
+            else:
+                value.load_state_dict(saved[name])
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:
+            reason = one_line(error)
+            raise BadInput(f"{source}: does not fit what this script registers as {name} ({reason}).") from error
+
+
+def check_equal(step: int, state: dict[str, Any], world: World) -> None:
+    """Raise `RuntimeError`, naming tensor, rank and step, unless `state` is bit-identical on all ranks. Collective."""
+    if world.world_size == 1:
+        return
+    digests = {}
+    leaves, _ = tree_flatten_with_path({name: state_of(x) for name, x in state.items()})
+    for path, value in leaves:
+        array = isinstance(value, torch.Tensor | np.ndarray)
+        content = np.ascontiguousarray(value).tobytes() if array else repr(value).encode()
+        digests[keystr(path)] = hashlib.blake2b(content, digest_size=8).digest()
+    table = world.gather_objects(digests)  # collective
+    for rank, others in enumerate(table):
+        for name in table[0] | others:
+            if others.get(name) != table[0].get(name):
+                raise RuntimeError(f"step {step}: {name} on rank {rank} differs from rank 0's")
+
+
+def for_model(state: dict[str, Any]) -> dict[str, Any]:
+    """What of a run's state goes into model.pt: all except optimisers and generators."""
+    return {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}

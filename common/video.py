@@ -22,7 +22,7 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
     """Write the episode, of `args.env_id`, as H.264 (mp4) with a picture for each step.
 
     Raises what a simulator that cannot draw raises, `OSError`, `TimeoutError` after half of --timeout, for
-    which the other ranks wait, and `ValueError` for another return than before. No film is then left.
+    which the other ranks wait, and `ValueError` for another return than before.
     """
     import av
 
@@ -30,34 +30,30 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     path.parent.mkdir(exist_ok=True)
+    part = path.with_suffix(".part.mp4")
     ale = args.env_id.startswith("ALE/")
     deadline = time.monotonic() + args.timeout / 2
     total = 0.0
-    try:
-        env = make_vec(args, 1, threads=1, life_loss=False, draws=True)
-        with closing(env), av.open(path, "w") as file:
-            games = ale or getattr(env, "atari", False)
-            rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
-            stream = file.add_stream("libx264", rate=round(rate), options={"crf": "18"})
-            stream.pix_fmt = "yuv420p"
-            obs, _ = env.reset(seed=np.array([episode.seed]) if ale else [episode.seed])
-            for action in episode.actions:
-                picture = obs[0, 0] if ale else env.render()[0]  # (height, width, 3)
-                if picture.dtype != np.uint8:  # MinAtar's, from 0 to 1
-                    picture = (picture * 255).round().astype(np.uint8)
-                height, width, _ = picture.shape
-                picture = np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)))  # H.264 takes even sides
-                if not stream.codec_context.is_open:
-                    stream.height, stream.width, _ = picture.shape
-                file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-                obs, rewards, *_ = env.step(action[None])
-                total += float(rewards[0])
-                feed_watchdog()
-                if time.monotonic() > deadline:
-                    raise TimeoutError("it took half of --timeout")
-            file.mux(stream.encode())
-        if total != episode.episodic_return:
-            raise ValueError(f"played again, the episode came to {total}, not {episode.episodic_return}")
-    except Exception:
-        path.unlink(missing_ok=True)
-        raise
+    with closing(make_vec(args, 1, threads=1, life_loss=False, draws=True)) as env, av.open(part, "w") as file:
+        games = ale or getattr(env, "atari", False)
+        rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
+        stream = file.add_stream("libx264", rate=round(rate), options={"crf": "18"})
+        stream.pix_fmt = "yuv420p"
+        obs, _ = env.reset(seed=np.array([episode.seed]) if ale else [episode.seed])
+        for action in episode.actions:
+            picture = obs[0, 0] if ale else env.render()[0]  # (height, width, 3)
+            if picture.dtype != np.uint8:  # MinAtar's, from 0 to 1
+                picture = (picture * 255).round().astype(np.uint8)
+            picture = picture[: len(picture) // 2 * 2, : picture.shape[1] // 2 * 2]  # H.264 takes even sides
+            if not stream.codec_context.is_open:
+                stream.height, stream.width, _ = picture.shape
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")))
+            obs, rewards, *_ = env.step(action[None])
+            total += float(rewards[0])
+            feed_watchdog()
+            if time.monotonic() > deadline:
+                raise TimeoutError("it took half of --timeout")
+        file.mux(stream.encode())
+    if total != episode.episodic_return:
+        raise ValueError(f"played again, the episode came to {total}, not {episode.episodic_return}")
+    part.replace(path)
