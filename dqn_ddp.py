@@ -230,13 +230,8 @@ def train(args: Args, run: Run) -> None:
         stack=envs.stack,
         alpha=args.per_alpha if args.prioritized else 0.0,
     )
-    run.register(
-        q_network=q_network,
-        target_network=target_network,
-        optimizer=optimizer,
-        generator=generator,
-        replay=rb,
-    )
+    run.register(q_network=q_network, target_network=target_network, optimizer=optimizer)
+    run.register(generator=generator, replay=rb)
     loss_fn = TDLoss(q_network, target_network, args, world.num_shards)
     # DDP: it hooks `forward` and nothing else, so it wraps the loss; acting uses the bare network
     ddp_loss = DDP(loss_fn) if world.world_size > 1 else loss_fn  # collective
@@ -293,7 +288,6 @@ def train(args: Args, run: Run) -> None:
             run.log(global_step, row)  # collective
         if run.evaluate_and_checkpoint(global_step):  # collective
             break
-    run.finish()  # collective
 
 
 if __name__ == "__main__":

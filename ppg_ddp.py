@@ -261,11 +261,12 @@ class PPOLoss(nn.Module):
             v_loss = 0.5 * ((newvalue - mb.returns) ** 2).mean()
         entropy = entropy.mean()
         loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy}
-        stats["old_approx_kl"] = (-logratio).mean()
-        stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
-        stats["clipfrac"] = (ratio != clipped).to(loss.dtype).mean()
-        return loss, {name: x.detach() for name, x in stats.items()}
+        stats = {"policy_loss": pg_loss.detach(), "value_loss": v_loss.detach(), "entropy": entropy.detach()}
+        with torch.no_grad():
+            stats["old_approx_kl"] = (-logratio).mean()
+            stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
+            stats["clipfrac"] = (ratio != clipped).to(loss.dtype).mean()
+        return loss, stats
 
 
 class AuxLoss(nn.Module):
@@ -385,15 +386,9 @@ def train(args: Args, run: Run) -> None:
     aux_loss_fn = AuxLoss(agent, args).to(run.device)
     aux_parameters = list(aux_loss_fn.parameters())
     aux_optimizer = torch.optim.Adam(aux_parameters, lr=args.aux_learning_rate, eps=args.adam_eps, fused=True)
-    run.register(
-        agent=agent,
-        optimizer=optimizer,
-        aux_critic=aux_loss_fn.aux_critic,
-        aux_optimizer=aux_optimizer,
-        generator=generator,
-        obs_moments=obs_moments,
-        return_moments=return_moments,
-    )
+    run.register(agent=agent, optimizer=optimizer, generator=generator)
+    run.register(aux_critic=aux_loss_fn.aux_critic, aux_optimizer=aux_optimizer)
+    run.register(obs_moments=obs_moments, return_moments=return_moments)
     loss_fn = PPOLoss(agent, args)
     # DDP: it hooks `forward` and nothing else, so it wraps the losses, each of exactly the parameters that it uses;
     # acting and bootstrapping use the bare agent
@@ -448,25 +443,24 @@ def train(args: Args, run: Run) -> None:
         discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
         return_moments.update(discounted, world)  # collective
         learned_rewards = return_moments.scaled(learned_rewards)
-        b_obs = run.upload(obs_moments.normalized(obs))
-        b_actions = run.upload(actions)
-        b_logprobs, _, b_values = run.by_shard(agent.evaluate, b_obs, b_actions)
+        t_obs, t_actions = run.upload((obs_moments.normalized(obs), actions))  # as tensors (num_steps, n, ...)
+        t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)
         _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
         for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not
             with torch.no_grad():  # one at a time, so that no shape depends on how many there are here
                 _, final_value = agent(run.upload(obs_moments.normalized(x[None])))
             learned_rewards[step, i] += args.gamma * final_value.item()
-        values = b_values.cpu().numpy()
+        values = t_values.cpu().numpy()
         next_value = next_value[0].cpu().numpy()
         advantages = compute_gae(learned_rewards, values, next_value, dones, args.gamma, args.gae_lambda)
         obs_moments.update(obs, world)  # collective; for the next rollout
-        b_advantages = run.upload(advantages)
-        batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_logprobs, b_values, b_values + b_advantages)]
+        t_advantages = run.upload(advantages)
+        batch = [x.flatten(0, 1) for x in (t_obs, t_actions, t_logprobs, t_values, t_values + t_advantages)]
 
         # update
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         inds = minibatch_inds(draws[:, local_envs], args.num_minibatches).to(run.device)
-        mb_advantages = minibatch_advantages(b_advantages, inds, args.norm_adv, world)  # collective
+        mb_advantages = minibatch_advantages(t_advantages, inds, args.norm_adv, world)  # collective
         for epoch in range(args.update_epochs):
             kls = []  # of each minibatch
             for i in range(args.num_minibatches):
@@ -486,9 +480,8 @@ def train(args: Args, run: Run) -> None:
             run.lap("time/update")
             all_obs = phase_obs.reshape(-1, *phase_obs.shape[2:])  # (n_pi * num_steps, n, *shape): a GPU may hold less
             all_returns = torch.cat([*phase_returns])
-            old_pi = []
-            for x in phase_obs:
-                old_pi += run.by_shard(lambda x: [agent.pi(agent.actor(x))], run.upload(obs_moments.normalized(x)))
+            parts = (run.upload(obs_moments.normalized(x)) for x in phase_obs)  # one at a time
+            old_pi = [run.by_shard(lambda x: [agent.pi(agent.actor(x))], part)[0] for part in parts]
             old_pi = torch.cat(old_pi).flatten(0, 1)  # to be preserved
             draws = torch.rand(args.aux_epochs, args.num_envs, len(all_obs), generator=generator)
             aux_inds = minibatch_inds(draws[:, local_envs], args.num_aux_minibatches)
@@ -511,7 +504,6 @@ def train(args: Args, run: Run) -> None:
         # a checkpoint within a policy phase would lose what the auxiliary phase needs
         if run.evaluate_and_checkpoint(global_step, may_checkpoint=phase_ends):  # collective
             break
-    run.finish()  # collective
 
 
 if __name__ == "__main__":

@@ -223,11 +223,12 @@ class PPOLoss(nn.Module):
             v_loss = 0.5 * ((newvalue - mb.returns) ** 2).mean()
         entropy = entropy.mean()
         loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-        stats = {"policy_loss": pg_loss, "value_loss": v_loss, "entropy": entropy}
-        stats["old_approx_kl"] = (-logratio).mean()
-        stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
-        stats["clipfrac"] = (ratio != clipped).to(loss.dtype).mean()
-        return loss, {name: x.detach() for name, x in stats.items()}
+        stats = {"policy_loss": pg_loss.detach(), "value_loss": v_loss.detach(), "entropy": entropy.detach()}
+        with torch.no_grad():
+            stats["old_approx_kl"] = (-logratio).mean()
+            stats["approx_kl"] = (logratio.expm1() - logratio).mean()  # http://joschu.net/blog/kl-approx.html
+            stats["clipfrac"] = (ratio != clipped).to(loss.dtype).mean()
+        return loss, stats
 
 
 # ALGO LOGIC: pure helpers
@@ -319,13 +320,8 @@ def train(args: Args, run: Run) -> None:
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     obs_moments = RunningMoments(obs_space.shape, args.norm_obs)
     return_moments = RunningMoments((), args.norm_reward)
-    run.register(
-        agent=agent,
-        optimizer=optimizer,
-        generator=generator,
-        obs_moments=obs_moments,
-        return_moments=return_moments,
-    )
+    run.register(agent=agent, optimizer=optimizer, generator=generator)
+    run.register(obs_moments=obs_moments, return_moments=return_moments)
     loss_fn = PPOLoss(agent, args)
     # DDP: it hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     ddp_loss = DDP(loss_fn) if world.world_size > 1 else loss_fn  # collective
@@ -373,25 +369,24 @@ def train(args: Args, run: Run) -> None:
         discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
         return_moments.update(discounted, world)  # collective
         learned_rewards = return_moments.scaled(learned_rewards)
-        b_obs = run.upload(obs_moments.normalized(obs))
-        b_actions = run.upload(actions)
-        b_logprobs, _, b_values = run.by_shard(agent.evaluate, b_obs, b_actions)
+        t_obs, t_actions = run.upload((obs_moments.normalized(obs), actions))  # as tensors (num_steps, n, ...)
+        t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)
         _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
         for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not
             with torch.no_grad():  # one at a time, so that no shape depends on how many there are here
                 _, final_value = agent(run.upload(obs_moments.normalized(x[None])))
             learned_rewards[step, i] += args.gamma * final_value.item()
-        values = b_values.cpu().numpy()
+        values = t_values.cpu().numpy()
         next_value = next_value[0].cpu().numpy()
         advantages = compute_gae(learned_rewards, values, next_value, dones, args.gamma, args.gae_lambda)
         obs_moments.update(obs, world)  # collective; for the next rollout
-        b_advantages = run.upload(advantages)
-        batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_logprobs, b_values, b_values + b_advantages)]
+        t_advantages = run.upload(advantages)
+        batch = [x.flatten(0, 1) for x in (t_obs, t_actions, t_logprobs, t_values, t_values + t_advantages)]
 
         # update
         draws = torch.rand(args.update_epochs, args.num_envs, args.num_steps, generator=generator)
         inds = minibatch_inds(draws[:, local_envs], args.num_minibatches).to(run.device)
-        mb_advantages = minibatch_advantages(b_advantages, inds, args.norm_adv, world)  # collective
+        mb_advantages = minibatch_advantages(t_advantages, inds, args.norm_adv, world)  # collective
         for epoch in range(args.update_epochs):
             kls = []  # of each minibatch
             for i in range(args.num_minibatches):
@@ -409,7 +404,6 @@ def train(args: Args, run: Run) -> None:
         run.log(global_step, row)  # collective
         if run.evaluate_and_checkpoint(global_step):  # collective
             break
-    run.finish()  # collective
 
 
 if __name__ == "__main__":

@@ -272,16 +272,8 @@ def train(args: Args, run: Run) -> None:
         gamma=args.gamma,
         alpha=args.per_alpha if args.prioritized else 0.0,
     )
-    run.register(
-        actor=actor,
-        critics=critics,
-        critics_target=critics_target,
-        log_alpha=log_alpha,
-        q_optimizer=q_optimizer,
-        actor_optimizer=actor_optimizer,
-        generator=generator,
-        replay=rb,
-    )
+    run.register(actor=actor, critics=critics, critics_target=critics_target, log_alpha=log_alpha)
+    run.register(q_optimizer=q_optimizer, actor_optimizer=actor_optimizer, generator=generator, replay=rb)
     scale = world.num_shards / args.batch_size  # losses are sums, and `run.backward` gives their mean over shards
     critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
     actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
@@ -343,7 +335,6 @@ def train(args: Args, run: Run) -> None:
             run.log(global_step, row)  # collective
         if run.evaluate_and_checkpoint(global_step):  # collective
             break
-    run.finish()  # collective
 
 
 if __name__ == "__main__":

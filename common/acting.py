@@ -19,8 +19,8 @@ class Policy:
     """The first result of `module` on arrays (n, ...) of this process's environments, each shard's alone.
 
     numpy computes `layers`, which must come to the same, if they are all Linear, Tanh or ReLU, on the parameters'
-    own memory. The module acts for all other layers, for images, on a GPU, and where the two are found to differ,
-    as after an edit of its `forward`; `note` says so.
+    own memory. The module acts on a GPU, for images and, which `note` says, for all other layers, and where the two
+    are found to differ, as after an edit of its `forward`.
     """
 
     def __init__(self, module: nn.Module, layers: nn.Module, world: World, note: Callable[[str], None]) -> None:

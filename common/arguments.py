@@ -24,14 +24,6 @@ class Range(NamedTuple):
     needed: str
 
 
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
 Count = Annotated[int, Range(lambda x: x >= 1, "an integer of at least 1")]
 Whole = Annotated[int, Range(lambda x: x >= 0, "an integer of at least 0")]
 Period = Whole  # 0: never
@@ -42,7 +34,6 @@ Rate = Annotated[float, Range(lambda x: 0 < x <= 1, "a number above 0, at most 1
 Norm = Annotated[float, Range(lambda x: x > 0, "a number above 0 (inf: no clipping)")]
 Seed = Annotated[int, Range(lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
 Seconds = Annotated[float, Range(lambda x: 2 <= x <= 1e6, "a number from 2 to 1e6")]
-Json = Annotated[str, Range(is_object, """a JSON object, such as '{"num_levels": 200}'""")]
 Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
 
 # --help shows the flags under these titles, and all others under "algorithm"
@@ -56,7 +47,6 @@ GROUPS = {
 # these change no number and no row (--cuda changes roundings, and that is printed)
 MAY_CHANGE_ON_RESUME = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard"}
 MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "timeout", "cuda"}
-PACKAGES_OF_FLAGS = {"track": "wandb", "tensorboard": "tensorboard", "capture_video": "av"}
 
 
 @dataclass
@@ -67,7 +57,7 @@ class RunArgs:
     env_id: str
     total_timesteps: Whole
     num_envs: Count
-    env_kwargs: Json = "{}"
+    env_kwargs: str = "{}"
     """JSON of options for the simulator, such as '{"num_levels": 200}'"""
     seed: Seed = 1
     """seed of everything random, from 0 to 2**32 - 1"""
@@ -124,15 +114,18 @@ class RunArgs:
                 for x in getattr(annotated, "__metadata__", ()):
                     if isinstance(x, Range) and value is not None:
                         self.require(x.valid(value), name, x.needed)
-        for name, package in PACKAGES_OF_FLAGS.items():
-            if getattr(self, name) and find_spec(package) is None:
-                raise BadInput(f"{flag(name)}: needs {package}: pip install {package}")
-        for name in ("stop_at_return", "capture_video"):
-            if getattr(self, name) not in (None, False):
-                self.require(self.eval_every > 0, "eval_every", f"at least 1 with {flag(name)}")
-        if self.resume:
-            self.require(bool(self.run_dir), "run_dir", "a directory with --resume")
-            self.require(self.checkpoint_every > 0, "checkpoint_every", "at least 1 with --resume")
+        try:
+            options = json.loads(self.env_kwargs)
+        except ValueError:
+            options = None
+        self.require(isinstance(options, dict), "env_kwargs", """a JSON object, such as '{"num_levels": 200}'""")
+        for name, package in {"track": "wandb", "tensorboard": "tensorboard", "capture_video": "av"}.items():
+            missing = getattr(self, name) and find_spec(package) is None
+            self.require(not missing, name, f"left off, or first: pip install {package}")
+        evaluated = self.eval_every > 0 or (self.stop_at_return is None and not self.capture_video)
+        self.require(evaluated, "eval_every", "at least 1 with --stop-at-return or --capture-video")
+        self.require(bool(self.run_dir) or not self.resume, "run_dir", "a directory with --resume")
+        self.require(self.checkpoint_every > 0 or not self.resume, "checkpoint_every", "at least 1 with --resume")
 
     def require(self, valid: bool, name: str, needed: str) -> None:
         """Raise `BadInput`, naming the flag of the field `name`, unless `valid`."""
@@ -147,10 +140,8 @@ class RunArgs:
 
     def require_budget(self, least: int, what: str) -> None:
         """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""
-        if self.load_model is not None and self.total_timesteps == 0:
-            self.require(self.eval_every > 0, "eval_every", "at least 1 with --total-timesteps 0")
-        else:
-            self.require(self.total_timesteps >= least, "total_timesteps", f"at least {least}, {what}")
+        evaluates = self.load_model is not None and self.total_timesteps == 0 and self.eval_every > 0
+        self.require(evaluates or self.total_timesteps >= least, "total_timesteps", f"at least {least}, {what}")
 
     def as_json(self) -> dict[str, Any]:
         """All flags as they are read back from config.json."""

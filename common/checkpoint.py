@@ -1,10 +1,9 @@
 """Checkpoints: a killed run goes on, on any number of processes, and ends in the bytes of one that never stopped.
 
-A simulator cannot be saved in general. So a checkpoint also ends all running episodes, as
-truncations, and all environments start anew from other seeds, in an undisturbed run too: "go on"
-and "never stopped" are one program. `checkpoints/{global_step}` in the run directory holds
-state.pt (what is equal on all ranks) and a file for each shard of a replay buffer. It gets its
-name when it is complete.
+A simulator cannot be saved in general. So a checkpoint also ends all running episodes, as truncations, and all
+environments start anew from other seeds, in an undisturbed run too: "go on" and "never stopped" are one program.
+`checkpoints/{global_step}` in the run directory holds state.pt (what is equal on all ranks) and a file for each shard
+of a replay buffer. It gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -96,11 +95,10 @@ class Checkpoints:
             return
         shutil.rmtree(folder, ignore_errors=True)  # one that could not be read
         part.rename(folder)
-        steps = sorted(int(path.name) for path in self.dir.iterdir() if path.name.isdecimal())
-        newest = [str(step) for step in steps if step <= global_step][-2:]
-        for path in self.dir.iterdir():
-            if path.name not in newest:
-                shutil.rmtree(path, ignore_errors=True)
+        folders = {int(path.name): path for path in self.dir.iterdir() if path.name.isdecimal()}
+        newest = sorted(step for step in folders if step <= global_step)[-2:]
+        for step in folders.keys() - {*newest}:
+            shutil.rmtree(folders[step], ignore_errors=True)
 
 
 def load_model(args: RunArgs, state: dict[str, Any]) -> None:

@@ -265,10 +265,8 @@ def is_channels_last(space: gym.Space, env_id: str, atari: bool) -> bool:
 
 
 class Episode(NamedTuple):
-    """The seed of an evaluation episode, the actions as the simulator took them, and the return."""
-
     seed: int
-    actions: list[np.ndarray]
+    actions: list[np.ndarray]  # as the simulator took them
     episodic_return: float
 
 

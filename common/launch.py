@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from common.arguments import RunArgs, parse
-from common.processes import BadInput, end_now, end_with_parent
+from common.processes import BadInput, Stopped, end_now, end_with_parent
 
 PATIENCE = 5.0  # seconds that rank 0 may need to say what happened
 # of errors of a collective or the store whose other end is gone
@@ -36,7 +36,12 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
         with redirect_stdout(nowhere if rank else sys.stdout), redirect_stderr(nowhere if rank else sys.stderr):
             args = parse(args_type)
         gc.freeze()  # what the imports made stays, so it need not be walked at each collection
-        main(args)
+        try:
+            main(args)
+        except SystemExit as error:  # an environment's is no end of the run
+            if not isinstance(error, Stopped):
+                raise RuntimeError(f"sys.exit({error.code}) was called") from error
+            raise
         if "RANK" not in os.environ:
             return
     except BadInput as error:
@@ -44,9 +49,7 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
         time.sleep(PATIENCE if rank else 0)
         print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
     except SystemExit as error:  # tyro's, or the end after a signal
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+        code = error.code
         time.sleep(PATIENCE if rank and code == 2 else 0)
     except KeyboardInterrupt:
         code = 130

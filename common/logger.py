@@ -87,10 +87,6 @@ class Logger:
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
         if args.track:
             self._open_wandb(resumed)
-        if args.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(self.dir / "tensorboard")
         self.note(f"writing to {self.dir}")
 
     def _open_wandb(self, resumed: bool) -> None:
@@ -107,6 +103,7 @@ class Logger:
                 group=f"{self.args.env_id}__{self.script.stem}",  # the seeds of one experiment
                 config=self.args.as_json() | self.record,
                 save_code=True,
+                settings=wandb.Settings(finish_timeout=10.0),  # seconds; `wandb sync` sends the rest
             )
         except Exception as error:  # wandb's own, and those of its settings
             raise BadInput(f"--track: {one_line(error)}; run `wandb login`, or set WANDB_MODE=offline.") from error
@@ -120,6 +117,8 @@ class Logger:
             return
         self.csv = self.dir / "metrics.csv"
         if state:
+            if not self.csv.exists() or self.csv.stat().st_size < state["length"]:
+                raise RuntimeError(f"{self.csv}: is shorter than at the checkpoint ({state['length']} bytes)")
             os.truncate(self.csv, state["length"])
             self.evaluated = state["evaluated"]
             self.begun -= state["wall"]
@@ -129,6 +128,11 @@ class Logger:
                 difference = git(self.script, "diff", "HEAD", "--", self.script.name, "common")
                 write_whole(self.dir / "changes.diff", text=difference)
             self.csv.write_text(",".join(self.columns) + "\n")
+        if self.args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = state["step"] + 1 if state else 0
+            self.tensorboard = SummaryWriter(self.dir / "tensorboard", purge_step=purge_step)
         if sys.stdout.isatty():
             from tqdm import tqdm
 
@@ -139,7 +143,8 @@ class Logger:
         with open(self.csv, "rb") as file:
             os.fsync(file.fileno())
         wall = time.perf_counter() - self.begun
-        return {"length": self.csv.stat().st_size, "wall": wall, "evaluated": self.evaluated}
+        step = self.latest["global_step"]
+        return {"step": step, "length": self.csv.stat().st_size, "wall": wall, "evaluated": self.evaluated}
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
         """Write a row: columns and their numbers, the rest stays blank. Every rank must call with the same losses.

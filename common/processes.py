@@ -1,8 +1,6 @@
 """The processes of a run: who they are, how they exchange numbers, how they stop and end.
 
-A process is called a *rank*. torchrun starts several; plain `python` is a run of one. At every
-boundary of a run (iteration, row, evaluation) all ranks call `World.gather`, which also shares stop
-requests.
+A process is called a *rank*. torchrun starts several; plain `python` is a run of one.
 """
 
 from __future__ import annotations
@@ -38,17 +36,20 @@ class BadInput(ValueError):
     """A setting that cannot work. `launch` prints it in one line and ends with code 2."""
 
 
+class Stopped(SystemExit):
+    """The end of a run by a signal."""
+
+
 def one_line(text: object) -> str:
-    """A text or an error on one line of at most 300 characters; without a text, its class's name."""
-    return " ".join(str(text).split())[:300] or type(text).__name__
+    """A text, or an error's, on one line of at most 300 characters."""
+    return " ".join(str(text).split())[:300]
 
 
 class World:
     """This rank among the ranks of a run.
 
-    A shard is a group of environments. With --shards there are `num_shards` of them, and a rank holds
-    those numbered `shards`; without, each rank is one shard. `cores`: of this rank. `nccl`: whether NCCL
-    carries gradients. `stop`: 0, or the signal that some rank had received by the last `gather`.
+    With --shards there are `num_shards` groups of environments, and a rank holds those numbered `shards`; without,
+    each rank is one. `cores`: of this rank. `stop`: 0, or the signal that some rank had received by the last `gather`.
     Raises `BadInput` for a number of shards that cannot be shared out.
     """
 
@@ -61,9 +62,8 @@ class World:
         self.num_shards = shards or self.world_size
         powers = self.num_shards.bit_count() == 1 and self.world_size.bit_count() == 1
         if self.sharded and not (powers and self.num_shards >= self.world_size):
-            nearest = 2 ** (max(shards, self.world_size) - 1).bit_length()
-            needed = f"a power of two such as {nearest}, as is the number of processes ({self.world_size}), and no less"
-            raise BadInput(f"--shards {shards}: must be {needed}.")
+            needed = f"a power of two, such as {2 ** (max(shards, self.world_size) - 1).bit_length()}"
+            raise BadInput(f"--shards {shards}: must be {needed}, as the number of processes, and no less than it.")
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.cores = max(1, cores // self.local_world_size)
@@ -76,10 +76,9 @@ class World:
         self.memory: SharedMemory | None = None  # with the other ranks
         self.pid = os.getpid()
         self.signum = 0  # the first signal that this rank received
-        self.signal_time = 0.0
-        self.end: threading.Timer | None = None  # of the process, `GRACE` seconds after the signal
+        self.end = threading.Timer(GRACE, lambda: end_now(128 + self.signum))  # started by that signal
+        self.end.daemon = True
         self.stop = 0
-        self.timeout = 0.0
         self.next_arming = math.inf
 
     def local_slice(self, num: int) -> slice:
@@ -111,8 +110,7 @@ class World:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if self.end:
-                self.end.cancel()
+            self.end.cancel()
             self.next_arming = math.inf
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
@@ -120,7 +118,7 @@ class World:
             if dist.is_initialized() and not (failed and self.nccl):
                 dist.destroy_process_group()
         if self.stop:
-            sys.exit(128 + self.stop)
+            raise Stopped(128 + self.stop)
 
     def _init_process_group(self) -> None:
         store = dist.HashStore()
@@ -148,8 +146,6 @@ class World:
         if not self.signum:
             self.signum = signum
             self.signal_time = time.monotonic()
-            self.end = threading.Timer(GRACE, end_now, [128 + signum])
-            self.end.daemon = True
             self.end.start()
         elif time.monotonic() > self.signal_time + 0.5:  # launchers may deliver one request twice
             end_now(128 + signum)
@@ -161,7 +157,7 @@ class World:
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
-        """K numbers of every rank -> (world_size, K) float64, the same on all ranks. Also sets `stop`."""
+        """K numbers of every rank -> (world_size, K) float64, the same on all ranks; shares stop requests too."""
         local = np.append(np.asarray(values, dtype=np.float64), self.signum)
         table = local[None]
         if self.memory and local.nbytes <= SLOT:

@@ -20,7 +20,7 @@ from common.arguments import RunArgs
 from common.encoders import is_large
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
-from common.processes import BadInput, World, set_up_processor
+from common.processes import BadInput, Stopped, World, set_up_processor
 from common.shards import Gradient
 from common.tensors import check_equal, for_model, state_of, upload
 
@@ -65,11 +65,12 @@ class Run:
     def register(self, replay: Any = None, **state: Any) -> None:
         """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
 
-        It is compared at each evaluation, saved in checkpoints and, except optimisers and generators, in model.pt.
+        It is compared at evaluations, checkpoints and the end, saved in checkpoints and, except optimisers and
+        generators, in model.pt.
         Of `replay`, a buffer, each rank has, and saves, a part of its own.
         """
-        self.replay = replay
-        self.state = state
+        self.state |= state
+        self.replay = self.replay if replay is None else replay
 
     def policy(self, module: nn.Module, layers: nn.Module) -> Policy:
         """What acts in rollouts: the first result of `module`, by numpy where `layers` are simple and come to it."""
@@ -112,6 +113,8 @@ class Run:
         self.reported.append([{name: x for name, x in of_shard.items() if x.dim() == 0} for of_shard in stats])
         if len(self.reported) == 16:  # keeping more tensors until the row would fragment memory
             self._sum_reported()
+        if len(stats) == 1:
+            return {name: x.reshape(-1) for name, x in stats[0].items()}
         return {name: torch.cat([of_shard[name].reshape(-1) for of_shard in stats]) for name in stats[0]}
 
     def _compiles(self, sizes: list[int] | None) -> bool:
@@ -166,7 +169,7 @@ class Run:
         if args.eval_every and not self.global_step:
             self._evaluate()  # collective
             if self.world.stop:
-                raise SystemExit(128 + self.world.stop)
+                raise Stopped(128 + self.world.stop)
         self.lap()
 
     def reset_environments(self) -> np.ndarray:
@@ -277,14 +280,17 @@ def open_run(
     parts = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     set_up_processor()
     with closing(Environments(args, TRAINING, parts, world)) as envs:
-        if not isinstance(envs.single_action_space, action_spaces):
+        space = envs.single_action_space
+        integers = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
+        if integers or not isinstance(space, action_spaces):
             names = " or ".join(kind.__name__ for kind in action_spaces)
-            raise BadInput(f"--env-id {args.env_id}: its actions must be {names}, not {envs.single_action_space}.")
+            raise BadInput(f"--env-id {args.env_id}: its actions must be {names} (a Box of floats), not {space}.")
         parallel = is_large(envs.single_observation_space) and not world.sharded
         torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))
         with Logger(args, Path(script), columns, world) as logger, world.open(args.timeout):
             run = Run(args, world, envs, logger)
             try:
                 yield run
+                run.finish()  # collective
             finally:
                 run.gradients.clear()  # gloo may abort the process if a DDP module outlives its group
