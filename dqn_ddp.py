@@ -114,8 +114,9 @@ class Args(RunArgs):
         self.require(self.batch_size <= self.buffer_size, "batch_size", f"at most --buffer-size ({self.buffer_size})")
         smallest = self.num_envs * self.n_step
         self.require(self.buffer_size >= smallest, "buffer_size", f"at least {smallest}, --num-envs x --n-step")
-        start = max(self.learning_starts, smallest)
-        self.require_budget(start + self.train_frequency + self.num_envs, "to come to a gradient step")
+        start = max(self.learning_starts, smallest) // self.num_envs * self.num_envs
+        due = math.ceil((start + 1) / self.train_frequency) * self.train_frequency
+        self.require_budget(math.ceil(due / self.num_envs) * self.num_envs, "which has a gradient step")
 
 
 # ALGO LOGIC: networks

@@ -6,10 +6,11 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
-A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
-round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
-that results are the same. `run.by_shard` and `run.backward` do this; arrays here hold all environments of
-a process. Every process must reach the lines marked `# collective`, in the same order.
+Arrays hold all environments of a process. By default processes agree up to rounding: their gradients, moments
+and advantages are sums over all of them. With `--shards N` they agree to the bit: a shard is a group of
+environments whose arithmetic is done in arrays of its own shape, whichever process has it, and shards are
+added in a fixed order. `policy`, `run.by_shard`, `run.backward` and the functions of common/normalization.py do
+this. Every process reaches the lines marked `# collective` equally often: what decides is equal on all.
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi`
 iterations, where the policy network learns the value function without changing its policy. With
@@ -25,7 +26,6 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
 4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-   With `--no-norm-reward`, PPO had lost a good policy on one of five CartPole seeds after 200 k steps.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
 8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
    bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
@@ -59,7 +59,6 @@ from common.launch import launch
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.processes import World
 from common.run import Run, open_run
-from common.tensors import default_float
 
 
 @dataclass
@@ -394,7 +393,7 @@ def train(args: Args, run: Run) -> None:
     # acting and bootstrapping use the bare agent
     ddp_loss = DDP(loss_fn) if world.world_size > 1 else loss_fn  # collective
     ddp_aux_loss = DDP(aux_loss_fn) if world.world_size > 1 else aux_loss_fn  # collective
-    policy = run.policy(agent, agent.actor)  # arrays -> out, by numpy for vectors
+    policy = run.policy(agent, agent.actor)  # arrays -> out, for vectors by numpy
 
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)
@@ -404,7 +403,7 @@ def train(args: Args, run: Run) -> None:
     n_pi = args.n_pi if args.aux_epochs else 1
     phase_obs = np.zeros((n_pi, *shape, *obs_space.shape), obs_space.dtype)
     phase_returns = deque(maxlen=n_pi)
-    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else default_float())
+    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np.float64)
     rewards = np.zeros(shape)
     terminations = np.zeros(shape, bool)
     truncations = np.zeros(shape, bool)
@@ -434,6 +433,7 @@ def train(args: Args, run: Run) -> None:
         for step in range(args.num_steps):
             obs[step] = next_obs
             actions[step] = agent.sample(policy(obs_moments.normalized(next_obs)), noise[step])
+            # an environment that ends is reset in the same step: next_obs is the next episode's first observation
             next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
             final_obs |= {(step, i): x for i, x in infos["final_obs"].items()}
 
@@ -466,7 +466,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 minibatch = Batch(*(x[inds[epoch, i]] for x in batch), mb_advantages[epoch, i])
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatch)  # collective: the mean gradient
+                stats = run.backward(ddp_loss, minibatch)  # collective: the mean gradient; stats go to `run.log` too
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 kls.append(stats["approx_kl"])
@@ -502,7 +502,7 @@ def train(args: Args, run: Run) -> None:
         row |= explained_variance(advantages, values, world)  # collective
         run.log(global_step, row)  # collective
         # a checkpoint within a policy phase would lose what the auxiliary phase needs
-        if run.evaluate_and_checkpoint(global_step, may_checkpoint=phase_ends):  # collective
+        if run.evaluate_and_checkpoint(global_step, may_checkpoint=phase_ends):  # collective; True: end the run
             break
 
 

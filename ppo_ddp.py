@@ -6,10 +6,11 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
-A shard is a group of environments whose arithmetic is done in arrays of its own, because sums and products
-round differently in arrays of another shape. `--shards N` makes N shards on any number of processes, so
-that results are the same. `run.by_shard` and `run.backward` do this; arrays here hold all environments of
-a process. Every process must reach the lines marked `# collective`, in the same order.
+Arrays hold all environments of a process. By default processes agree up to rounding: their gradients, moments
+and advantages are sums over all of them. With `--shards N` they agree to the bit: a shard is a group of
+environments whose arithmetic is done in arrays of its own shape, whichever process has it, and shards are
+added in a fixed order. `policy`, `run.by_shard`, `run.backward` and the functions of common/normalization.py do
+this. Every process reaches the lines marked `# collective` equally often: what decides is equal on all.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
@@ -19,7 +20,6 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
 4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-   With `--no-norm-reward`, one of five CartPole seeds had lost a good policy after 200 k steps.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
 8. In `common/`: normalised observations and rewards are clipped at +-10, and Box actions to their
    bounds on the way to the simulator, as in Baselines; Atari games have no sticky actions; a checkpoint
@@ -44,7 +44,6 @@ from common.launch import launch
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.processes import World
 from common.run import Run, open_run
-from common.tensors import default_float
 
 
 @dataclass
@@ -325,7 +324,7 @@ def train(args: Args, run: Run) -> None:
     loss_fn = PPOLoss(agent, args)
     # DDP: it hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     ddp_loss = DDP(loss_fn) if world.world_size > 1 else loss_fn  # collective
-    policy = run.policy(agent, nn.Sequential(agent.network, agent.actor))  # arrays -> out, by numpy for vectors
+    policy = run.policy(agent, nn.Sequential(agent.network, agent.actor))  # arrays -> out, for vectors by numpy
 
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)
@@ -333,7 +332,7 @@ def train(args: Args, run: Run) -> None:
     action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
     shape = (args.num_steps, envs.num_envs)
     obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
-    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else default_float())
+    actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np.float64)
     rewards = np.zeros(shape)
     terminations = np.zeros(shape, bool)
     truncations = np.zeros(shape, bool)
@@ -360,6 +359,7 @@ def train(args: Args, run: Run) -> None:
         for step in range(args.num_steps):
             obs[step] = next_obs
             actions[step] = agent.sample(policy(obs_moments.normalized(next_obs)), noise[step])
+            # an environment that ends is reset in the same step: next_obs is the next episode's first observation
             next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
             final_obs |= {(step, i): x for i, x in infos["final_obs"].items()}
 
@@ -392,7 +392,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 minibatch = Batch(*(x[inds[epoch, i]] for x in batch), mb_advantages[epoch, i])
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatch)  # collective: the mean gradient
+                stats = run.backward(ddp_loss, minibatch)  # collective: the mean gradient; stats go to `run.log` too
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 kls.append(stats["approx_kl"])
@@ -402,7 +402,7 @@ def train(args: Args, run: Run) -> None:
         row = {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= explained_variance(advantages, values, world)  # collective
         run.log(global_step, row)  # collective
-        if run.evaluate_and_checkpoint(global_step):  # collective
+        if run.evaluate_and_checkpoint(global_step):  # collective; True: end the run
             break
 
 

@@ -99,9 +99,10 @@ class Args(RunArgs):
         super().__post_init__()
         self.require_multiple("buffer_size", self.num_envs, "--num-envs")
         self.require(self.batch_size <= self.buffer_size, "batch_size", f"at most --buffer-size ({self.buffer_size})")
-        start = max(self.learning_starts, self.num_envs)
+        start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
-        self.require_budget(start + period + self.num_envs, "to come to an update of the actor")
+        due = math.ceil((start + 1) / period) * period
+        self.require_budget(math.ceil(due / self.num_envs) * self.num_envs, "which has an update of the actor")
 
 
 # ALGO LOGIC: networks

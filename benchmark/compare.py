@@ -24,9 +24,9 @@ import torch
 import tyro
 
 from benchmark.run import or_say_why
-from common.errors import BadInput
-from common.run.arguments import MAY_CHANGE_ON_RESUME
-from common.run.record import DECIDES_BYTES
+from common.arguments import MAY_CHANGE_ON_RESUME, parse
+from common.logger import DECIDES_BYTES
+from common.processes import BadInput
 
 # in records, what no number depends on
 UNLIKE = {"command", "seconds", *(f"args.{name}" for name in MAY_CHANGE_ON_RESUME)}
@@ -69,7 +69,7 @@ def with_arguments(record: dict[str, Any], path: Path) -> dict[str, Any]:
     words = shlex.split(record["command"])
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     try:
-        args = tyro.cli(importlib.import_module(words[at].removesuffix(".py")).Args, args=words[at + 1 :])
+        args = parse(importlib.import_module(words[at].removesuffix(".py")).Args, words[at + 1 :])
     except (ImportError, SystemExit, BadInput) as error:
         print(f"{path}: its arguments cannot be read ({error})")
         return record
@@ -159,7 +159,7 @@ def compare_records(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
 
 def why_not_the_same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """What of processor, versions, threads and processes differs, of what both records say, so that bytes differ."""
-    names = [name for name in DECIDES_BYTES if name != "sources"]  # other code may well give the same bytes
+    names = [name for name in DECIDES_BYTES if name not in ("commit", "changed", "versions")]  # not code: that need not
     x, y = ({name: r[name] for name in names if name in r} | r.get("versions", {}) for r in (a, b))
     found = [f"{name} {x[name]} against {y[name]}" for name in x if name in y and x[name] != y[name]]
     sizes = [r.get("world_size") for r in (a, b)]

@@ -3,8 +3,7 @@
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ppo_ddp
-from common.run.launch import launch
 
 Loss = ppo_ddp.PPOLoss
 ppo_ddp.PPOLoss = lambda *args: DDP(Loss(*args), gradient_as_bucket_view=True)
-launch(ppo_ddp.main, ppo_ddp.Args)
+ppo_ddp.launch(ppo_ddp.main, ppo_ddp.Args)

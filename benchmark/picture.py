@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from benchmark.plot import save
 from benchmark.run import RECORDED, Run, or_say_why, progress, record, runs_of
 from benchmark.suites import suite_of
-from common.errors import BadInput
+from common.processes import BadInput
 
 KILLS = 6
 COLOURS = {1: "#000000", 2: "#E69F00", 4: "#56B4E9"}  # by processes; Okabe and Ito's

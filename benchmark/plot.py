@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from benchmark.compare import AGREE, gap
 from benchmark.run import Run, or_say_why, recorded, runs_of
 from benchmark.suites import Suite, suite_of
-from common.errors import BadInput
+from common.processes import BadInput
 
 matplotlib.rcParams |= {
     "svg.hashsalt": "lockstep",

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from benchmark.compare import Curve, load
 from benchmark.plot import COLOURS, OTHERS
 from benchmark.run import or_say_why
-from common.errors import BadInput
+from common.processes import BadInput
 
 RETURNS = {
     "charts/episodic_return": "return of training episodes",

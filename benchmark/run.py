@@ -26,20 +26,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 import tyro
 
 from benchmark.suites import Suite, suite_of
-from common.distributed import World
-from common.errors import BadInput
-from common.run.record import source_record
-from common.watchdog import end_with_parent
+from common.logger import git
+from common.processes import BadInput, World, end_with_parent
 
 ROOT = Path(__file__).parent.parent
-KEPT = ("commit", "changed", "sources", "world_size", "threads", "blas", "device", "instructions", "versions")
+KEPT = ("commit", "changed", "world_size", "threads", "blas", "device", "instructions", "versions")
 RECORDED = ("global_step", "charts/episodic_return", "charts/episodes", "eval/episodic_return", "time/wall", "time/SPS")
 
 
@@ -145,7 +142,7 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
         shutil.copy(run_dir / "changes.diff", difference)
     command = run.shown(run.folder(Args.work))  # a record names no path of this machine
     about = {"command": command, "seed": run.seed, "seconds": round(max(seconds, wall), 1)}
-    about |= {name: config[name] for name in (*KEPT, "continued") if name in config}
+    about |= {name: config[name] for name in KEPT}
     part = target / f"{run.name}.json.part"
     part.write_text(json.dumps(about, indent=2) + "\n")
     os.replace(part, target / f"{run.name}.json")
@@ -153,16 +150,22 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
 
 
 def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
-    """Whether what is in a run's directory is not yet recorded, and of this very command and code."""
+    """Whether what is in a run's directory is not yet recorded, and of this very command and code.
+
+    False where git cannot tell the code, as of a script that it does not track.
+    """
     try:
         config = json.loads((run_dir / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    sources = source_record(script)[0]["sources"]
-    if not (run_dir / "checkpoints").exists() or config["sources"] != sources:
+    changes = run_dir / "changes.diff"
+    difference = changes.read_text() if changes.exists() else ""
+    code = [git(script, *x).strip() for x in (("rev-parse", "HEAD"), ("diff", "HEAD", "--", script.name, "common"))]
+    if code != [config["commit"], difference.strip()] or config["changed"] != bool(difference):
         return False
     before = shlex.split(config["command"])
-    return before[1:-1] == words[-len(before) :][1:-1]  # but the directory, which may have been moved
+    same = before[1:-1] == words[-len(before) :][1:-1]  # but the directory, which may have been moved
+    return same and (run_dir / "checkpoints").exists()
 
 
 def progress(run_dir: Path) -> float:
@@ -256,7 +259,7 @@ def main(args: Args) -> int:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),
+                preexec_fn=end_with_parent,
             )
             active[run] = (process, time.monotonic(), log, progress(run_dir))  # of an earlier start, if it goes on
         time.sleep(0.2)

@@ -23,9 +23,8 @@ from matplotlib.figure import Figure
 from benchmark.plot import save, with_table
 from benchmark.run import or_say_why
 from benchmark.speed import ours
-from common.distributed import World
-from common.errors import BadInput
-from common.run.record import processor
+from common.logger import processor
+from common.processes import BadInput, World
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 CARTPOLE, BREAKOUT = "--env-id CartPole-v1 --num-steps 128", "--env-id ALE/Breakout-v5 --clip-coef 0.1"

@@ -40,7 +40,6 @@ PEERS = ROOT / "benchmark" / ".peers"
 GPU = (12, 13, 14, 15, 16, 17)
 BREAKOUT = "--env-id ALE/Breakout-v5 --clip-coef 0.1 --no-norm-reward --num-envs"
 HOPPER = "--env-id Hopper-v5 --num-envs 1 --total-timesteps 2400 --learning-starts 200 --log-every 100"
-QUIET = "--eval-every 0 --check-sync-every 0"
 
 
 @dataclass
@@ -129,7 +128,7 @@ def ours(
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     launch = launch if processes > 1 else [sys.executable]
     with tempfile.TemporaryDirectory() as folder:
-        words = f"{flags} {QUIET} --num-threads {threads} --run-dir {folder}/run".split()
+        words = f"{flags} --eval-every 0 --num-threads {threads} --run-dir {folder}/run".split()
         _, memory, wall = timed([*launch, str(root / script), *words], threads, gpu, root)
         with open(f"{folder}/run/metrics.csv", newline="") as file:
             rows = [(int(row["global_step"]), float(row["time/wall"])) for row in csv.DictReader(file)]
@@ -317,8 +316,8 @@ NAMES = {
 
 
 def replay_memory() -> None:
-    """A million transitions of Pong, of random actions, with one gradient step: the memory of the only rank."""
-    flags = "--env-id ALE/Pong-v5 --num-envs 8 --buffer-size 1000000 --learning-starts 999992 --log-every 100000"
+    """A million transitions of Pong, of random actions, with two gradient steps: the memory of the only rank."""
+    flags = "--env-id ALE/Pong-v5 --num-envs 8 --buffer-size 1000000 --learning-starts 999984 --log-every 100000"
     flags += " --end-e 1"
     memory = ours("dqn_ddp.py", f"{flags} --total-timesteps 1000000", 1, 2).memory
     print(f"\nrow 8: a million Atari transitions\n  {memory / 1000:.2f} GB in all (at most 7.5)", flush=True)
@@ -329,24 +328,27 @@ def replay_latency(repetitions: int, side: int = 1000) -> None:
     import numpy as np
     from gymnasium.spaces import Box
 
-    from common.distributed import World
+    from common.processes import World
     from common.replay import ReplayBuffer
 
     torch.set_num_threads(1)
-    world, space, generator = World(cuda=False), Box(-1, 1, (4,), np.float32), torch.Generator()
-    with world.process_group(600):
-        rb = ReplayBuffer(side**2, side, world, space, (), np.dtype(np.int64), alpha=0.6)
-        rb.start(np.zeros((side, 4), np.float32))
-        no, yes, obs = np.zeros(side, bool), np.ones(side, bool), np.zeros((side, 4), np.float32)
+    world = World(cuda=False)
+    generator = torch.Generator()
+    obs = np.zeros((side, 4), np.float32)
+    yes = np.ones(side, bool)
+    with world.open(600):
+        rb = ReplayBuffer(side**2, side, world, Box(-1, 1, (4,), np.float32), (), np.dtype(np.int64), alpha=0.6)
+        rb.start(obs)
         for _ in range(side):
-            rb.add(np.zeros(side, np.int64), np.ones(side), yes, no, obs, {"episode_ended": yes})
+            infos = {"final_obs": {}, "episode_ended": yes}
+            rb.add(np.zeros(side, np.int64), np.ones(side), yes, ~yes, obs, infos)
         rb.update_priorities(np.arange(side**2), torch.rand(side**2))
         times: dict[str, list[float]] = {"sample": [], "update": []}
         for _ in range(1000 * repetitions):
             start = time.perf_counter()
-            (data,) = rb.sample(128, generator)
+            sample = rb.sample(128, generator)
             middle = time.perf_counter()
-            rb.update_priorities(data.indices, data.rewards)
+            rb.update_priorities(sample.indices, sample.batch.rewards)
             times["sample"].append(middle - start)
             times["update"].append(time.perf_counter() - middle)
     print("\nrow 9: 128 of a million, by priority (at most 0.3, better 0.1)")

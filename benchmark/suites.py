@@ -18,7 +18,7 @@ import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import BadInput
+from common.processes import BadInput
 
 ONE_TO_FIVE = {1: (1, 2, 3, 4, 5), 2: (1, 2)}  # world size: seeds
 ONE_TO_THREE = {1: (1, 2, 3)}

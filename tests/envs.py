@@ -134,13 +134,13 @@ class Drawn(gym.Env):
     `actions`: a number and a start of `Discrete`, or the shape of a `Box` of `action_dtype`. Each step may terminate
     with `end`, truncate with `cut`, or do both. If it `remembers`, an episode depends on how many were before.
 
-    `quirks` must not change a number: infos of others' names ("infos" at two of three steps, "infos of resets"),
-    observations in one "buffer" or as "lists", a `Discrete` of "int32" or "int8".
+    `quirks` must not change a number: "infos" of others' names, at two of three steps and at resets; observations in
+    one "buffer" or as "lists"; a `Discrete` of "int32" or "int8".
     """
 
     def __init__(self, shape, dtype, actions, action_dtype=None, end=0.05, cut=0.05, remembers=False, quirks=()):
-        high = 255 if dtype == "uint8" else np.inf
-        self.observation_space = gym.spaces.Box(0 if dtype == "uint8" else -np.inf, high, tuple(shape), dtype)
+        low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-np.inf, np.inf))
+        self.observation_space = gym.spaces.Box(low, high, tuple(shape), dtype)
         if action_dtype is None:
             integers = next((name for name in quirks if name.startswith("int")), "int64")
             self.action_space = gym.spaces.Discrete(actions[0], start=actions[1], dtype=integers)
@@ -155,6 +155,8 @@ class Drawn(gym.Env):
         obs = self.state.reshape(self.observation_space.shape)
         if self.observation_space.dtype == "uint8":
             obs = (128 + 60 * obs).clip(0, 255)
+        elif self.observation_space.dtype == "bool":
+            obs = obs > 0
         obs = obs.astype(self.observation_space.dtype)
         if "lists" in self.quirks:
             return list(obs)
@@ -177,7 +179,7 @@ class Drawn(gym.Env):
         self.resets += 1
         if self.remembers:
             self.state += 0.1 * self.resets
-        return self.observe(), self.info("infos" in self.quirks or "infos of resets" in self.quirks)
+        return self.observe(), self.info("infos" in self.quirks)
 
     def step(self, action):
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"

@@ -6,9 +6,9 @@
 
 A draw is a script, an environment (`tests.envs:Drawn-v0`, Atari on small frames, or MinAtar), flags, now and then an
 edit of the networks or a loaded model, and two launches: `python`, and torchrun on 2, 4 or 8 processes, each with
-OMP_NUM_THREADS unset, 1 or 2. Now and then a launch is started twice: it is killed at any moment or behind a
-checkpoint, or it was shorter, and goes on at another number of processes. metrics.csv (timing aside) and every tensor
-of model.pt must be the same bytes. A draw counts where every launch took at least 20 gradient steps.
+OMP_NUM_THREADS unset, 1 or 2. Now and then a launch is killed, at any moment or behind a checkpoint, once or twice, and
+goes on at another number of processes. metrics.csv (timing aside) and every tensor of model.pt must be the same bytes.
+A draw counts where every launch took at least 20 gradient steps.
 
 Where both launches are wrong alike, no bytes differ. So one launch of the two may have quirks, which must not change a
 number: its environments return their own buffer, or lists, or infos with other simulators' names, or their actions
@@ -42,14 +42,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import tyro
 from torch.utils._pytree import tree_leaves
 
-from common import acting, distributed, environments, replay
-from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run
+from common import acting, checkpoint, environments, processes, replay
+from runs import PATIENCE, ROOT, Run, finish, free_port, same_run
 
 LEAST = 20  # gradient steps of a draw that counts
 GRACE = 20.0  # seconds for the other ranks to end, once one has failed
@@ -94,6 +95,7 @@ class Dropped(_Linear):
         return self.drop(super().forward(x))
 nn.Linear = Dropped
 """
+SCRIPTS = ("ppo", "ppg", "sac", "dqn")
 KINDS = ("vectors", "images", "Atari", "MinAtar")  # of what is observed
 HOW_OFTEN = {"ppo": (74, 10, 8, 8), "ppg": (74, 10, 8, 8), "dqn": (56, 8, 26, 10), "sac": (100, 0, 0, 0)}
 LOSSES = {"ppo": "PPOLoss", "ppg": "PPOLoss", "dqn": "TDLoss", "sac": "CriticLoss"}
@@ -105,21 +107,18 @@ EDITS = {
     "dropout": dict.fromkeys(LOSSES, DROPOUT),
     "unseeded draws": {script: NOISE.format(loss) for script, loss in LOSSES.items()},
 }
-TOLD = "one process without --shards may have it|depend on the number of processes"
+TOLD = "draws or counts in each process alone|depend on the number of processes"
 REFUSED = ("dropout", "unseeded draws")  # edits that end in a refusal, or in a line that says what `TOLD` matches
-
-
-QUIRKS = ("infos", "infos of resets", "buffer", "lists", "int32", "int8")  # of `tests.envs:Drawn-v0`
-ENDINGS = ("killed behind a checkpoint", "killed at any moment", "shorter")  # of a launch's first start
+QUIRKS = ("infos", "buffer", "lists", "int32", "int8")  # of `tests.envs:Drawn-v0`
+ENDINGS = ("killed behind a checkpoint", "killed at any moment")  # of a launch's earlier starts
 
 
 @dataclass
 class Launch:
     processes: int
     threads: str  # OMP_NUM_THREADS, empty: unset
-    ending: str = ""  # of a first start; empty: there is none
-    before: int = 0  # processes of that
-    shorter: int = 0  # its --total-timesteps, if it is "shorter"
+    ending: str = ""  # of earlier starts
+    before: tuple[int, ...] = ()  # processes of each of them
     quirks: tuple[str, ...] = ()  # of its environments
 
 
@@ -127,7 +126,7 @@ class Start(NamedTuple):
     """One start of a script by a launch."""
 
     processes: int
-    flags: dict[str, str]
+    flags: dict[str, Any]
     kill: float = -1.0  # seconds until it is killed; negative: never
     behind_checkpoint: bool = False  # whether these are counted from its first checkpoint
 
@@ -136,77 +135,71 @@ class Start(NamedTuple):
 class Draw:
     number: int
     script: str
-    flags: dict[str, str]
+    flags: dict[str, Any]  # "": of a switch
     edit: str
     launches: list[Launch]
     processor: str  # that is imitated
     real: bool  # launched as a user does
-    changes: tuple[tuple[str, str], ...] = ()  # of the script: what stands there, and what stands there instead
-    loads: bool = False  # a model that a short run has made
+    loads: bool  # a model that a short run has made
+    sockets: bool  # between ranks, in place of shared memory
 
 
 def drawn(seed: int, number: int) -> Draw:
     """Draw `number` of `seed`: always the same."""
     chance = random.Random(f"{seed} {number}")
-    script = chance.choices(("ppo", "ppg", "sac", "dqn"), (28, 24, 24, 24))[0]
+    script = chance.choices(SCRIPTS, (28, 24, 24, 24))[0]
     shards = chance.choice((2, 4, 8))
     kind = chance.choices(KINDS, HOW_OFTEN[script])[0]
-    flags = {"shards": str(shards), "seed": str(chance.randrange(2**32))} | environment(chance, script, kind)
+    flags = {"shards": shards, "seed": chance.randrange(2**32)} | environment(chance, script, kind)
     sizes = (1, 2) if kind == "Atari" or "network" in flags else (1, 2, 3, 5, 9, 16, 16)
-    num_envs = shards * chance.choice([n for n in sizes if n * shards <= 64])
-    flags["num-envs"] = str(num_envs)
+    num_envs = flags["num-envs"] = shards * chance.choice([n for n in sizes if n * shards <= 64])
     flags |= (on_policy if script in ("ppo", "ppg") else off_policy)(chance, script, num_envs)
     if kind != "vectors":
         flags.pop("norm-obs", None)
-    total = int(flags["total-timesteps"])
+    total = flags["total-timesteps"]
+    flags["eval-every"] = 0
     if chance.random() < 0.8:
-        flags["eval-every"] = str(chance.randint(total // 4, total))
-        flags["eval-episodes"] = str(chance.randint(1, 4 if kind == "Atari" else chance.choice((8, 24))))
+        flags["eval-every"] = chance.randint(total // 4, total)
+        flags["eval-episodes"] = chance.randint(1, 4 if kind == "Atari" else chance.choice((8, 24)))
         if chance.random() < 0.15:
-            flags["eval-every"] = str(chance.randint(total // 2, 3 * total // 4))
-            flags["stop-at-return"] = str(round(chance.gauss(-3, 5), 2))
-    else:
-        flags["eval-every"] = "0"
+            flags["eval-every"] = chance.randint(total // 2, 3 * total // 4)
+            flags["stop-at-return"] = round(chance.gauss(-3, 5), 2)
     if chance.random() < 0.15:
         flags["compile"] = ""
     if chance.random() < 0.15:
-        flags["num-threads"] = chance.choice("12")
+        flags["num-threads"] = chance.choice((1, 2))
     if chance.random() < 0.05 and kind != "Atari":
         flags["vectorization"] = "async"
-    if chance.random() < 0.3:
-        flags["check-sync-every"] = str(total // 3)
-    processes = chance.choice([n for n in (2, 2, 4, 4, 8) if n <= shards])
+    processes = chance.choice([n for n in (2, 2, 2, 4, 4, 8) if n <= shards])
     launches = [Launch(n, chance.choice(("", "", "1", "2"))) for n in (1, processes)]
     if kind in ("vectors", "images"):
-        quirks = tuple(name for name in QUIRKS if chance.random() < 0.25)
-        chance.choice(launches).quirks = quirks
+        chance.choice(launches).quirks = tuple(name for name in QUIRKS if chance.random() < 0.25)
     if chance.random() < 0.4:
-        flags["checkpoint-every"] = str(max(1, total // chance.choice((2, 3, 5))))
+        flags["checkpoint-every"] = max(1, total // chance.choice((2, 3, 5)))
         if chance.random() < 0.8:
-            start_twice(chance, script, flags, chance.choice(launches))
+            launch = chance.choice(launches)
+            launch.ending = chance.choice(ENDINGS)
+            others = [n for n in (1, 2, 4) if n <= shards and n != launch.processes]
+            launch.before = tuple(chance.sample(others, k=min(len(others), chance.choice((1, 1, 2)))))
     edits = [name for name in EDITS if script in EDITS[name]]
     edit = chance.choice(edits) if chance.random() < 0.15 and kind == "vectors" else ""
     processor = chance.choices(list(PROCESSORS), (45, 20, 25, 10))[0]
-    if chance.random() < 0.25:
-        flags["no-shared-memory"] = ""
-    loads = chance.random() < 0.08
-    if kind == "Atari" and script == "dqn":
-        flags |= switch(chance, "scale-pixels")
-    return Draw(number, script, flags, edit, launches, processor, real=number % 10 == 9, loads=loads)
+    loads, sockets = chance.random() < 0.08, chance.random() < 0.25
+    return Draw(number, script, flags, edit, launches, processor, number % 10 == 9, loads, sockets)
 
 
-def environment(chance: random.Random, script: str, kind: str) -> dict[str, str]:
+def environment(chance: random.Random, script: str, kind: str) -> dict[str, Any]:
     """Flags that name an environment, its options and the network for it."""
     if kind == "Atari":
         side, frames = chance.choice((12, 16, 44)), chance.choice((150, 300))
         kwargs = {"img_height": side, "img_width": side + chance.choice((0, 4)), "stack_num": chance.choice((1, 2, 4))}
         kwargs["max_num_frames_per_episode"] = frames
         flags = {"env-id": f"ALE/{chance.choice(('Pong', 'Breakout'))}-v5", "env-kwargs": json.dumps(kwargs)}
-        return flags | switch(chance, "life-loss") | network(chance, side)
+        return flags | switch(chance, "life-loss", *["scale-pixels"] * (script == "dqn")) | network(chance, side)
     if kind == "MinAtar":
         game = chance.choice(("Breakout", "Asterix", "SpaceInvaders"))
         return {"env-id": f"MinAtar/{game}-v1", "env-kwargs": "{}"} | network(chance, 10)
-    kwargs = {"dtype": chance.choice(("float32", "float32", "float32", "float64", "uint8"))}
+    kwargs = {"dtype": chance.choice(("float32", "float32", "float32", "float64", "uint8", "bool"))}
     flags = {"env-id": "tests.envs:Drawn-v0"}
     if kind == "images":
         kwargs["shape"] = chance.choice(((10, 10, 3), (12, 9, 4), (7, 16, 2), (36, 40, 3), (44, 44, 1)))
@@ -228,97 +221,56 @@ def network(chance: random.Random, side: int) -> dict[str, str]:
     return {"network": "impala"} if side <= 12 and chance.random() < 0.3 else {}
 
 
-def sizes_of(script: str, flags: dict[str, str]) -> tuple[int, int]:
-    """The transitions between two steps at which a checkpoint may be, and those of the shortest run."""
-    unit = int(flags["num-envs"])
-    if script in ("dqn", "sac"):
-        frequency = int(flags["train-frequency"]) * int(flags.get("policy-frequency", 1))
-        return unit, int(flags["learning-starts"]) + frequency + 2 * unit
-    unit *= int(flags["num-steps"])
-    if flags.get("aux-epochs", "0") != "0":
-        unit *= int(flags["n-pi"])
-    return unit, unit
-
-
-def start_twice(chance: random.Random, script: str, flags: dict[str, str], launch: Launch) -> None:
-    """Let a launch's first start end early; `flags` get what a longer run needs."""
-    total, every = int(flags["total-timesteps"]), int(flags["checkpoint-every"])
-    unit, least = sizes_of(script, flags)
-    first = -(-every // unit) * unit  # the step of the first checkpoint
-    lengths = range(max(first + unit, least), total, unit)
-    launch.ending = chance.choices(ENDINGS, (30, 30, 40 if lengths else 0))[0]
-    others = [n for n in (1, 2, 4) if n <= int(flags["shards"]) and n != launch.processes]
-    launch.before = chance.choice(others)
-    if launch.ending == "shorter":
-        launch.shorter = chance.choice(lengths)
-        fixed = {"sac": ("prioritized",), "dqn": ("prioritized", "anneal-lr")}.get(script, ("anneal-lr",))
-        for name in fixed:  # docs/resume.md: a schedule stands in the way
-            flags.pop(name, None)
-            flags[f"no-{name}"] = ""
-        if script == "dqn":
-            flags["exploration-fraction"] = "0"
-
-
 def switch(chance: random.Random, *names: str) -> dict[str, str]:
     """Each of some switches on or off."""
     return {name if chance.random() < 0.5 else f"no-{name}": "" for name in names}
 
 
-def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, str]:
+def on_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, Any]:
     minibatches, epochs = chance.choice((1, 2, 3, 4)), chance.choice((1, 2, 3))
     steps = minibatches * chance.choice((3, 4, 7, 8, 12))
     iterations = -(-LEAST // (minibatches * epochs)) + chance.randint(0, 2)
-    flags = {"num-steps": str(steps), "num-minibatches": str(minibatches), "update-epochs": str(epochs)}
+    flags = {"num-steps": steps, "num-minibatches": minibatches, "update-epochs": epochs}
     flags |= switch(chance, "norm-reward", "clip-vloss", "anneal-lr")
     flags["norm-obs" if chance.random() < 0.3 else "no-norm-obs"] = ""
     flags["norm-adv"] = chance.choice(("minibatch", "batch", "none"))
-    flags["learning-rate"] = chance.choice(("3e-4", "1e-3"))
-    if chance.random() < 0.3:
-        flags["target-kl"], iterations = chance.choice(("0.003", "0.02")), max(iterations, -(-LEAST // minibatches))
-    if epochs == 1:
-        flags.pop("target-kl", None)
+    flags["learning-rate"] = chance.choice((3e-4, 1e-3))
+    if chance.random() < 0.3 and epochs > 1:
+        flags["target-kl"], iterations = chance.choice((0.003, 0.02)), max(iterations, -(-LEAST // minibatches))
     if script == "ppg":
         n_pi = chance.choice((1, 2, 3))
         iterations = -(-iterations // n_pi) * n_pi + chance.choice((0, n_pi - 1))
         parts = [d for d in range(1, 13) if n_pi * steps % d == 0]
-        flags |= {"n-pi": str(n_pi), "aux-epochs": chance.choice("0122")}
-        flags["num-aux-minibatches"] = str(chance.choice(parts))
-    return flags | {"total-timesteps": str(iterations * steps * num_envs)}
+        flags |= {"n-pi": n_pi, "aux-epochs": chance.choice((0, 1, 2, 2)), "num-aux-minibatches": chance.choice(parts)}
+    return flags | {"total-timesteps": iterations * steps * num_envs}
 
 
-def off_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, str]:
+def off_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, Any]:
     n_step = chance.choice((1, 1, 2, 3)) if script == "dqn" else 1
     starts = num_envs * chance.randint(n_step, 12)
     frequency, batch = chance.choice((1, 2, 5, num_envs, 2 * num_envs)), chance.choice((1, 3, 8, 17, 64))
-    gradient_steps = chance.randint(LEAST + 1, 50)
-    total = -(-(starts + num_envs + frequency * gradient_steps) // num_envs) * num_envs
-    places = chance.choice((max(n_step, -(-batch // num_envs)) + 3, total // num_envs))
-    flags = {"learning-starts": str(starts), "train-frequency": str(frequency), "batch-size": str(batch)}
-    flags |= {"buffer-size": str(max(places, n_step, -(-batch // num_envs)) * num_envs)}
-    flags |= {"log-every": str(max(1, total // chance.choice((1, 3, 6)))), "total-timesteps": str(total)}
-    flags |= {"target-network-frequency": str(chance.choice((1, 10))), "tau": chance.choice(("0.005", "0.5", "1.0"))}
+    total = starts + num_envs + frequency * chance.randint(LEAST + 1, 50)
+    total = -(-total // num_envs) * num_envs
+    least = max(n_step, -(-batch // num_envs))  # places of an environment's ring
+    flags = {"learning-starts": starts, "train-frequency": frequency, "batch-size": batch, "total-timesteps": total}
+    flags["buffer-size"] = max(least, chance.choice((least + 3, total // num_envs))) * num_envs
+    flags["log-every"] = max(1, total // chance.choice((1, 3, 6)))
+    flags |= {"target-network-frequency": chance.choice((1, 10)), "tau": chance.choice((0.005, 0.5, 1.0))}
     flags |= switch(chance, "prioritized")
-    if script == "dqn":
-        flags |= {"n-step": str(n_step), "loss": chance.choice(("mse", "huber"))}
-        flags |= switch(chance, "double-q", "dueling", "anneal-lr")
-        flags |= {"max-grad-norm": chance.choice(("inf", "0.5")), "end-e": chance.choice(("0.05", "0.5"))}
-    else:
-        flags |= switch(chance, "autotune")
-        flags |= {"policy-frequency": chance.choice("123"), "alpha": chance.choice(("1.0", "0.1"))}
-    return flags
+    if script == "sac":
+        more = {"policy-frequency": chance.choice((1, 2, 3)), "alpha": chance.choice((1.0, 0.1))}
+        return flags | switch(chance, "autotune") | more
+    flags |= {"n-step": n_step, "loss": chance.choice(("mse", "huber"))}
+    flags |= switch(chance, "double-q", "dueling", "anneal-lr")
+    return flags | {"max-grad-norm": chance.choice(("inf", 0.5)), "end-e": chance.choice((0.05, 0.5))}
 
 
 # Breaks that are known: what each must do to a process that runs a script.
 
 
-def tip() -> float:
-    """A factor that depends on the number of processes, by about a rounding."""
-    return 1 + 1e-6 * int(os.environ.get("WORLD_SIZE", 1))
-
-
 def break_acting() -> None:
-    act = acting.Acting.__call__
-    acting.Acting.__call__ = lambda self, *inputs: act(self, *inputs) * tip()
+    act, tip = acting.Policy.__call__, 1 + 1e-6 * int(os.environ.get("WORLD_SIZE", 1))
+    acting.Policy.__call__ = lambda self, obs: act(self, obs) * tip
 
 
 def break_alignment() -> None:
@@ -329,22 +281,18 @@ def break_stack() -> None:
     observations = replay.ReplayBuffer._observations
 
     def broken(self, env, time):
-        late = int(self.stack > 1 and self.world.rank == 1)
-        return observations(self, env, time - late)
+        return observations(self, env, time - int(self.stack > 1 and self.world.rank == 1))
 
     replay.ReplayBuffer._observations = broken
 
 
-def break_names() -> None:
-    step = environments.EpisodeStatistics.step
+def break_buffer() -> None:
+    environments.Simulator.step = lambda self, action: (*self.env.step(action)[:4], {})
 
-    def broken(self, rewards, *ends):
-        *ends, infos = ends
-        if "game_over" in infos:
-            ends = [end & infos["game_over"] for end in ends]
-        return step(self, rewards, *ends, infos)
 
-    environments.EpisodeStatistics.step = broken
+def break_resume() -> None:
+    restore = checkpoint.restore
+    checkpoint.restore = lambda state, *saved: restore({x: state[x] for x in state if x != "generator"}, *saved)
 
 
 BREAKS = {name.removeprefix("break_"): x for name, x in globals().items() if name.startswith("break_")}
@@ -365,7 +313,7 @@ def serve() -> None:
             os._exit(0)
 
 
-def launched(start: list, script: str, words: list[str], output: str, run_dir: str, broken: str, reply: str) -> None:
+def launched(start: list, script: str, words: list[str], output: str, run_dir: str, reply: str, **how: Any) -> None:
     """Fork the ranks of a `Start`, and leave their exit codes in the file `reply`."""
     processes, _, kill, behind_checkpoint = start
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -375,7 +323,7 @@ def launched(start: list, script: str, words: list[str], output: str, run_dir: s
         ranks.append(os.fork())
         if ranks[-1] == 0:
             os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            start_rank(script, words, output, broken)
+            start_rank(script, words, output, **how)
     codes, checkpoints = {}, Path(run_dir, "checkpoints")
     deadline = time.monotonic() + (kill if kill >= 0 and not behind_checkpoint else PATIENCE)
     while len(codes) < processes:
@@ -395,7 +343,7 @@ def launched(start: list, script: str, words: list[str], output: str, run_dir: s
     os.replace(f"{reply}.part", reply)
 
 
-def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
+def start_rank(script: str, words: list[str], output: str, broken: str, sockets: bool) -> None:
     """In a forked process: what `python script words` does."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -405,8 +353,13 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
         if broken:
             BREAKS[broken]()
         assert_aligned()
-        share = distributed.share_memory  # also by more ranks than cores
-        distributed.share_memory = lambda rank, size, _, fault: share(rank, size, {*range(8)}, fault)
+        share = processes.share_memory
+
+        def shared(*ranks: int) -> Any:
+            with mock.patch("os.sched_getaffinity", lambda _: {*range(8)}):  # also by more ranks than cores
+                return None if sockets else share(*ranks)
+
+        processes.share_memory = shared
         if "--compile" in words:  # by torch's own operators: the real compiler takes half a minute
             torch.compile = functools.partial(torch.compile, backend="aot_eager")
         sys.argv = [script, *words]
@@ -418,7 +371,7 @@ def start_rank(script: str, words: list[str], output: str, broken: str) -> None:
 
 
 def assert_aligned() -> None:
-    """From now on, assert the address of each matrix or image that enters a loss, or each 64th time one that acts."""
+    """From now on, assert the address of each matrix or image that enters a loss or a network, here or by numpy."""
 
     def check(what: str, inputs: tuple) -> None:
         for x in tree_leaves(inputs):
@@ -427,20 +380,15 @@ def assert_aligned() -> None:
                 raise AssertionError(f"{what}: an input of {tuple(x.shape)} begins {address % 64} bytes too late")
 
     def before_forward(module: torch.nn.Module, inputs: tuple) -> None:
-        if torch.compiler.is_compiling():
-            return
         name = type(module).__name__
-        if name.endswith("Loss") or name in NETWORKS:
+        if not torch.compiler.is_compiling() and (name.endswith("Loss") or name in NETWORKS):
             check(name, inputs)
 
-    choose = acting.Acting._choose
+    def checked(self: Any, x: np.ndarray) -> np.ndarray:
+        check("acting", x)
+        return numpy(self, x)
 
-    def checked(self: Any, parts: list) -> None:
-        for part in parts:
-            check("acting", part)
-        choose(self, parts)
-
-    acting.Acting._choose = checked
+    numpy, acting.Policy._numpy = acting.Policy._numpy, checked
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
 
 
@@ -488,26 +436,26 @@ def starts_of(draw: Draw, launch: Launch) -> list[Start]:
         flags["env-kwargs"] = json.dumps(json.loads(flags["env-kwargs"]) | {"quirks": launch.quirks})
     if not launch.ending:
         return [Start(launch.processes, flags)]
-    chance = random.Random(draw.number)
+    chance, starts = random.Random(draw.number), []
     flags["resume"] = ""
-    if launch.ending == "shorter":
-        first = Start(launch.before, flags | {"total-timesteps": str(launch.shorter)})
-    elif launch.ending == "killed at any moment":
-        first = Start(launch.before, flags, 10 ** chance.uniform(-1.0, 0.8))
-    else:
-        first = Start(launch.before, flags, chance.uniform(0, 0.3), behind_checkpoint=True)
-    return [first, Start(launch.processes, flags)]
+    for number in launch.before:
+        behind = launch.ending == "killed behind a checkpoint"
+        kill = chance.uniform(0, 0.3) if behind else 10 ** chance.uniform(-1.0, 0.8)
+        starts.append(Start(number, flags, kill, behind))
+    return [*starts, Start(launch.processes, flags)]
 
 
 def start_of_model(draw: Draw) -> Start:
     """The short run whose model a draw loads."""
     flags = {name: value for name, value in draw.flags.items() if name not in ("checkpoint-every", "stop-at-return")}
-    _, total = sizes_of(draw.script, flags)
-    return Start(1, flags | {"total-timesteps": str(total), "eval-every": "0"})
+    total = flags["num-envs"] * flags.get("num-steps", 2) * flags.get("n-pi", 1)
+    if draw.script in ("dqn", "sac"):
+        total += flags["learning-starts"] + flags["train-frequency"] * flags.get("policy-frequency", 1)
+    return Start(1, flags | {"total-timesteps": total, "eval-every": 0})
 
 
 def words_of(draw: Draw, start: Start, run_dir: Path) -> list[str]:
-    words = [word for name, value in start.flags.items() for word in (f"--{name}", value) if word]
+    words = [word for name, value in start.flags.items() for word in (f"--{name}", str(value)) if word]
     if draw.loads and run_dir.name != "model":
         words += ["--load-model", str(run_dir.parent / "model" / "model.pt")]
     return [*words, "--save-model", "--run-dir", str(run_dir)]
@@ -525,7 +473,7 @@ def command(draw: Draw, threads: str, start: Start, script: Path, run_dir: Path)
 def script_of(draw: Draw, folder: Path) -> Path:
     """Write the script with the draw's edit."""
     script = folder / f"{draw.script}_ddp.py"
-    source = edited(script.name, (ROOT / script.name).read_text(), *draw.changes)
+    source = (ROOT / script.name).read_text()
     added = EDITS[draw.edit][draw.script] if draw.edit else ""
     end = '\n\nif __name__ == "__main__":'
     assert end in source
@@ -536,7 +484,7 @@ def script_of(draw: Draw, folder: Path) -> Path:
 def run_of(
     draw: Draw, threads: str, starts: list[Start], script: Path, run_dir: Path, servers: Servers, broken: str
 ) -> Run:
-    """Start a script, once or twice, to its end."""
+    """Start a script, once or more often, to its end."""
     output = script.with_name("output")
     for start in starts:
         output.write_text("")
@@ -550,7 +498,7 @@ def run_of(
         else:
             own = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
             job = {"start": start, "script": str(script), "words": words_of(draw, start, run_dir)}
-            job |= {"output": str(output), "run_dir": str(run_dir), "broken": broken}
+            job |= {"output": str(output), "run_dir": str(run_dir), "broken": broken, "sockets": draw.sockets}
             codes = servers.ask(own, draw.processor, script.with_name("reply"), **job)
             code, text = max(codes, key=abs), output.read_text()
         if code and start.kill < 0:
@@ -561,10 +509,9 @@ def run_of(
 def gradient_steps(draw: Draw, run: Run) -> int:
     """At least so many were taken."""
     if draw.script in ("ppo", "ppg"):
-        return int(sum(run.column("losses/epochs"))) * int(draw.flags["num-minibatches"])
-    starts, each = int(draw.flags["learning-starts"]), int(draw.flags["train-frequency"])
-    total = int(run.rows[-1]["global_step"])
-    return total // each - (starts + int(draw.flags["num-envs"])) // each
+        return int(sum(run.column("losses/epochs"))) * draw.flags["num-minibatches"]
+    each, starts = draw.flags["train-frequency"], draw.flags["learning-starts"] + draw.flags["num-envs"]
+    return int(run.rows[-1]["global_step"]) // each - starts // each
 
 
 def tried(draw: Draw, servers: Servers, broken: str = "") -> str:

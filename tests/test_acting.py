@@ -1,285 +1,208 @@
-"""Acting in numpy: a translation gives the module's numbers or does not act, and the module is left as it was."""
+"""Acting: whatever line of a network's code is edited, the actions are those of the edited network."""
 
-import gc
-import math
-import re
-
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from common.acting import PERIOD, Acting, Derived
-from common.distributed import World
+import dqn_ddp
+import ppg_ddp
+import ppo_ddp
+from common.acting import PERIOD, Policy
+from common.processes import World
+from runs import fork
 
-WORLD, SHARDS = World(False), [slice(0, 5)]
-OBS = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-
-
-class Module(nn.Module):
-    """`function` of the module and its input; a layer, a parameter, a buffer, tensors and numbers to be used in it."""
-
-    def __init__(self, function, layer: nn.Module | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.function, self.layer = function, layer or nn.Linear(4, 4)
-        self.weight, self.gate = nn.Parameter(torch.randn(4)), nn.Parameter(torch.tensor(0.5))
-        self.register_buffer("buffer", torch.randn(4))
-        self.tensor, self.number, self.flag, self.bounds = torch.randn(4), 2.0, False, (-1.0, 1.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, x)
+SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
+OBS = np.random.default_rng(0).normal(size=(3 * PERIOD, 6, 4)).astype(np.float32)
 
 
-def acting_of(function, layer: nn.Module | None = None) -> Acting:
-    """After a first call, by a translation."""
-    policy = Acting(Module(function, layer), WORLD, SHARDS, pytest.fail)
-    assert_acts_as_module(policy, OBS)
-    return policy
+class Agent(ppo_ddp.Agent):
+    """With a line of `forward` of a user's own, and what it may use."""
+
+    def __init__(self, line=None, space=DISCRETE) -> None:
+        super().__init__(SPACE, space)
+        self.line = line
+        self.new_layer = nn.Linear(3, 3)
+        self.temperature = nn.Parameter(torch.ones(()))  # until it is learned
+        self.scale = 1.0
+
+    def forward(self, obs):
+        out, values = super().forward(obs)
+        return self.line(self, obs, out) if self.line else out, values
 
 
-def assert_acts_as_module(policy: Acting, obs: np.ndarray) -> None:
-    """A translation acts, and gives the module's numbers."""
-    result = policy(obs)
-    assert policy.derived is not None and policy.functions == [policy.derived.function] * len(policy.functions)
-    np.testing.assert_allclose(result, policy.by_module(obs), rtol=1e-5, atol=1e-6)
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
-def unpacked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    mean, deviation = module.layer(x).split(2, -1)
-    one, two = x.chunk(2, 1)
-    return mean * one + deviation.exp() * two
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + x[:, :3]
 
 
-LAYERS = [nn.Linear(4, 3), nn.Linear(4, 3, bias=False), nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh(), nn.ELU()]
-LAYERS += [nn.GELU("tanh"), nn.Softplus(), nn.LayerNorm(4), nn.RMSNorm(4), nn.Flatten(), nn.Softmax(-1), nn.Identity()]
-LAYERS += [
-    nn.Softsign(),
-    nn.Bilinear(4, 4, 2),
-    nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ELU(), nn.Linear(4, 2))),
-]
-OPERATIONS = {
-    "constants": lambda m, x: 2 - x * 3 + (1 - x) / 2 + -x + x**2 + 2**x + 1 / (x.abs() + 1),
-    "parameters": lambda m, x: m.weight + m.buffer * x - m.tensor + m.tensor * x - m.gate / (m.tensor.abs() + 1 + x**2),
-    "functions": lambda m, x: torch.exp(x) + torch.log(x.abs() + 1) + (x * x).sqrt() + x.sin() - torch.cos(x),
-    "activations": lambda m, x: F.relu(x) + torch.tanh(x) + x.sigmoid() + F.softplus(x) + F.gelu(x) + x.relu(),
-    "clamp": lambda m, x: x.clamp(-0.5, 0.5) + torch.clamp(x, min=0.1) + x.clamp(*m.bounds) + x.clamp(max=0.2),
-    "cat": lambda m, x: torch.cat([x, m.weight.expand_as(x), x[:, :1]], -1) + torch.cat((x, x, x[:, 1:2]), dim=1),
-    "unpacked": unpacked,
-    "moments": lambda m, x: (
-        (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) + x.sum(-1, keepdim=True) + x.mean()
+def on_actor(change):
+    """An agent after a change of its actor."""
+
+    def make():
+        agent = Agent()
+        change(agent.actor)
+        return agent
+
+    return make
+
+
+def replaced(forward):
+    """An agent whose actor is computed otherwise."""
+    agent = Agent()
+    agent.actor = forward(agent.actor)
+    return agent
+
+
+EDITS = {
+    "tanh": lambda: Agent(lambda m, obs, out: out.tanh()),
+    "scale": lambda: Agent(lambda m, obs, out: 1.01 * out),
+    "clamp": lambda: Agent(lambda m, obs, out: out.clamp(-1e-3, 1e-3)),
+    "of observations": lambda: Agent(lambda m, obs, out: out + 0.1 * obs[:, :3]),
+    "new layer": lambda: Agent(lambda m, obs, out: m.new_layer(out)),
+    "learned temperature": lambda: Agent(lambda m, obs, out: out / m.temperature),
+    "hook": on_actor(lambda actor: actor[0].register_forward_hook(lambda m, x, y: y + 0.5)),
+    "hook before": on_actor(lambda actor: actor[2].register_forward_pre_hook(lambda m, x: (2 * x[0],))),
+    "hook on all": on_actor(lambda actor: actor.register_forward_hook(lambda m, x, y: 2 * y)),
+    "weight normalisation": on_actor(lambda actor: nn.utils.parametrizations.weight_norm(actor[2])),
+    "forward of one layer": on_actor(lambda actor: setattr(actor[2], "forward", lambda x: x[:, :64] / 2)),
+    "another activation": on_actor(lambda actor: actor.insert(1, nn.LayerNorm(64))),
+    "subclassed layer": on_actor(lambda actor: actor.__setitem__(4, Scaled(64, 3))),
+    "subclassed Sequential": lambda: replaced(lambda actor: Residual(*actor)),
+    "another features": lambda: Agent().apply(lambda m: hasattr(m, "network") and setattr(m, "network", nn.Softsign())),
+    "dueling": lambda: dqn_ddp.QNetwork(SPACE, 3, True, "auto", True),
+}
+UNEDITED = {
+    "ppo": lambda: ppo_ddp.Agent(SPACE, DISCRETE),
+    "ppo box": lambda: ppo_ddp.Agent(SPACE, BOX),
+    "ppg": lambda: ppg_ddp.Agent(SPACE, DISCRETE),
+    "dqn": lambda: dqn_ddp.QNetwork(SPACE, 3, False, "auto", True),
+    "replaced actor": lambda: replaced(
+        lambda _: nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
     ),
-    "extremes": lambda m, x: x.amax(-1, keepdim=True) - x.max(-1, keepdim=True)[0] + torch.maximum(x, m.weight),
-    "shapes": lambda m, x: (
-        x.view(x.shape[0], -1) + x.reshape(-1, 4) + x.unsqueeze(1).squeeze(1) + x.expand(x.size(0), 4)
-    ),
-    "indices": lambda m, x: x[:, [0, 2]] + x[..., 1:3] + x[:, -1, None] + x[:, 3:],
-    "where": lambda m, x: torch.where(x.abs() > 0.5, x, m.weight),
-    "residual": lambda m, x: x + m.layer(F.elu(m.layer(x))),
-    "nested": lambda m, x: F.linear(x, m.layer.weight / m.layer.weight.abs().sum(), m.layer.bias),
-    "rare": lambda m, x: torch.special.erfcx(x) + torch.topk(x, 2)[0].sum(-1, keepdim=True),
 }
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_a_layer_does_what_torch_does(layer):
-    function = (lambda m, x: m.layer(x, x)) if isinstance(layer, nn.Bilinear) else (lambda m, x: m.layer(1 * x))
-    assert_acts_as_module(acting_of(function, layer), 3 * OBS)
+def policy_of(module, notes, world=None):
+    """As the scripts make it."""
+    layers = [getattr(module, name) for name in ("network", "actor", "head") if hasattr(module, name)]
+    return Policy(module, nn.Sequential(*layers), world or World(False), notes.append)
 
 
-@pytest.mark.filterwarnings("error")  # of torch, which dislikes arrays that it may not write to
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_does_what_torch_does(name):
-    assert_acts_as_module(acting_of(OPERATIONS[name]), 3 * OBS[:2])
-
-
-def doubled(module: nn.Module, *_) -> None:
-    """A hook."""
-
-
-def hooked() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    layer.register_forward_hook(doubled)
-    return layer
-
-
-def aliased(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`h += ...` changes `skip` too."""
-    h = skip = module.layer(x)
-    h += module.weight
-    return h * skip
-
-
-UNKNOWN = {  # what is said, function, layer
-    "an operation in place": ("its translation gives other numbers", aliased, None),
-    "dropout": ("gives other numbers", lambda m, x: m.layer(x), nn.Sequential(nn.ReLU(), nn.Dropout())),
-    "recurrent": ("control flow", lambda m, x: m.layer(x), nn.GRU(4, 4)),
-    "hook": ("Linear has a hook or a parametrization", lambda m, x: m.layer(x), hooked()),
-    "control flow": ("control flow", lambda m, x: x if x.sum() > 0 else -x, None),
-    "in place": ("clamp_ is not translated", lambda m, x: [y := 2 * x, y.clamp_(-0.1, 0.1)][0], None),
-    "draws": ("gives other numbers", lambda m, x: x + torch.randn(4), None),
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_known_the_module_does(name):
-    said, function, layer = UNKNOWN[name]
-    notes = []
-    policy = Acting(Module(function, layer), WORLD, SHARDS, notes.append)
-    for _ in range(PERIOD + 1):
-        policy(OBS)
-        assert policy.functions == [policy.by_module]
-    (note,) = notes
-    assert note.startswith("Module acts by torch, more slowly than by numpy (") and "\n" not in note
-    assert re.search(said, note)
-
-
-def test_a_large_observation_hides_no_difference():
-    """One number of 1e5 among small ones, which the module scales; and rounding alone is no difference."""
-    scale = torch.tensor([1.0, 1.0, 1.0, 1e-5])
-    large = OBS / scale.numpy()
-    notes = []
-    policy = Acting(Module(lambda m, x: aliased(m, x * scale)), WORLD, SHARDS, notes.append)
-    policy(large)
-    assert policy.functions == [policy.by_module] and "its translation gives other numbers" in notes[0]
-    policy = Acting(Module(lambda m, x: m.layer(x).tanh()), WORLD, SHARDS, pytest.fail)
-    policy(large)
-    assert policy.functions == [policy.derived.function]
-
-
-def test_images_are_for_the_module():
-    policy = Acting(Module(lambda m, x: x.flatten(1)), WORLD, SHARDS, pytest.fail)
-    policy(np.ones((2, 3, 4, 4), np.float32))
-    assert policy.functions == [policy.by_module]
-
-
-def test_where_a_translation_differs_the_module_acts_for_that_shard_alone():
-    """The same bytes, whichever other shards are in its process; said once; until all is translated anew."""
-    shards = [slice(0, 2), slice(2, 5)]
-    small = OBS / 10
-    large = np.concatenate([small[:3], 100 * small[3:]])  # in the second shard
-    notes = []
-
-    def policies(split: list[list[slice]]) -> list[Acting]:
-        module = Module(lambda m, x: m.layer(x if isinstance(x, torch.fx.Proxy) else x.clamp(-5, 5)) * x.shape[0])
-        return [Acting(module, World(False, 2), part, notes.append) for part in split]
-
-    [together] = policies([shards])
-    apart = policies([[slice(0, 2)], [slice(0, 3)]])
-    for call in range(3 * PERIOD):
-        obs = large if call >= PERIOD + 5 else small  # found at call 2 * PERIOD
-        parts = [policy(obs[shard]) for policy, shard in zip(apart, shards, strict=True)]
-        assert together(obs).tobytes() == np.concatenate(parts).tobytes()
-        expected = together.by_module if call >= 2 * PERIOD else together.derived.function
-        assert together.functions == [together.derived.function, expected] and together.derived is not None
-    assert len(notes) == 2 and notes[0] == notes[1] and "its translation gives other numbers, by" in notes[0]
-    together.restart()
-    together(small)
-    assert together.functions == [together.derived.function] * 2
-
-
-def test_steps_in_place_are_seen_at_once():
-    """Of parameters, buffers and plain tensors, at the next call."""
-    policy = acting_of(lambda m, x: m.layer(x) * m.tensor + m.buffer * m.gate)
-    derived = policy.derived
+def result_of(module, obs):
     with torch.no_grad():
-        for x in (*policy.module.parameters(), policy.module.buffer, policy.module.tensor):
-            x += 0.5
-    assert_acts_as_module(policy, OBS)
-    assert policy.derived is derived
+        out = module(torch.from_numpy(obs).to(torch.get_default_dtype()))
+    return (out[0] if isinstance(out, tuple) else out).numpy()
 
 
-def scaled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = x.clamp(*module.bounds) * module.number + module.tensor
-    return module.layer(x) if module.flag else x
+def act_and_learn(make, by_numpy):
+    """Three periods of calls, with steps of an optimiser between: each time the module's result -> what was said."""
+    torch.manual_seed(0)
+    module, notes = make(), []
+    policy = policy_of(module, notes)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    for call, obs in enumerate(OBS):
+        np.testing.assert_allclose(policy(obs), result_of(module, obs), rtol=1e-4, atol=2e-5, err_msg=str(call))
+        assert policy.by_numpy == [by_numpy]
+        if call % 16 == 15:
+            optimizer.zero_grad()
+            out = module(torch.from_numpy(obs).to(torch.get_default_dtype()))
+            sum(x.square().sum() for x in (out if isinstance(out, tuple) else [out])).backward()
+            optimizer.step()
+    return notes
 
 
-CHANGES = {
-    "number": lambda m: setattr(m, "number", 3.0),
-    "flag": lambda m: setattr(m, "flag", True),
-    "tuple": lambda m: setattr(m, "bounds", (-0.1, 0.1)),
-    "another tensor": lambda m: setattr(m, "tensor", torch.ones(4)),
-    "other memory": lambda m: setattr(m.weight, "data", torch.ones(4)),
-    "another layer": lambda m: setattr(m, "layer", nn.Tanh()),
-    "another function": lambda m: setattr(m, "function", lambda m, x: 2 * m.layer(x)),
-    "another weight": lambda m: setattr(m.layer, "weight", nn.Parameter(torch.ones(4, 4))),
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_network_acts_as_it_is_written(edit):
+    """From the first call on; one line says that it acts by torch."""
+    [note] = act_and_learn(EDITS[edit], by_numpy=False)
+    assert " acts by torch, more slowly than by numpy (" in note and "\n" not in note
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("network", UNEDITED)
+def test_an_unedited_network_acts_by_numpy(network, dtype, float64):
+    """In torch's default type; nothing is said."""
+    torch.set_default_dtype(dtype)
+    assert act_and_learn(UNEDITED[network], by_numpy=True) == []
+
+
+CHANGES = {  # during training
+    "attribute": (lambda m: setattr(m, "scale", 2.0), False),
+    "number elsewhere": (lambda m: NUMBERS.__setitem__(0, 1.5), False),
+    "other memory": (lambda m: setattr(m.actor[0].weight, "data", torch.ones(64, 4)), True),
+    "another weight": (lambda m: setattr(m.actor[4], "weight", nn.Parameter(torch.ones(3, 64))), True),
 }
+NUMBERS = [1.0]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_an_attribute_that_changes_is_translated_anew(name):
-    """At the next comparison, the same call on every process."""
-    policy = acting_of(lambda m, x: m.layer(scaled(m, x)) + m.weight)
-    before = policy.derived
-    policy(OBS)
-    CHANGES[name](policy.module)
-    for _ in range(PERIOD - 2):
-        policy(OBS)
-        assert policy.derived is before
-    assert_acts_as_module(policy, OBS)
-    after = policy.derived
-    assert after is not before
-    for _ in range(2 * PERIOD):
-        policy(OBS)
-    assert policy.derived is after
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_during_training_is_found_at_the_next_comparison(change):
+    """After at most 64 calls, and at the same one on every process; after a restart numpy is tried anew."""
+    (make_change, by_numpy), NUMBERS[0], notes = CHANGES[change], 1.0, []
+    module = Agent(lambda m, obs, out: out if m.scale == NUMBERS[0] else out * m.scale / NUMBERS[0])
+    policy = policy_of(module, notes)
+    policy(OBS[0])
+    assert policy.by_numpy == [True]
+    make_change(module)
+    for obs in OBS[1 : PERIOD + 1]:
+        result = policy(obs)
+    np.testing.assert_allclose(result, result_of(module, obs), rtol=1e-5, atol=1e-6)
+    assert policy.by_numpy == [by_numpy] and len(notes) == (not by_numpy)
+    module.scale, NUMBERS[0] = 1.0, 1.0
+    policy.restart()
+    policy(OBS[0])
+    assert policy.by_numpy == [True]
 
 
-def test_what_changes_elsewhere_is_found():
-    """A number in a closure; not where a network has diverged, which is said elsewhere."""
-    numbers = {"scale": 1.0}
-    policy = Acting(Module(lambda m, x: m.layer(x) * numbers["scale"]), WORLD, SHARDS, (notes := []).append)
-    assert_acts_as_module(policy, OBS)
-    for scale in (math.nan, 1.001):
-        numbers["scale"] = scale
-        assert not notes
-        for _ in range(PERIOD):
-            policy(OBS)
-    assert policy.functions == [policy.by_module] and len(notes) == 1
-    np.testing.assert_array_equal(policy(OBS), policy.by_module(OBS))
+def test_a_shard_acts_alike_whichever_process_it_is_in():
+    """One whose results differ is acted for by the module alone, to the bit as in a process of its own."""
+    torch.manual_seed(0)
+    module, notes = Agent(lambda m, obs, out: out if obs.abs().amax() < 50 else 2 * out), []
+    together, *apart = (policy_of(module, notes, World(False, shards)) for shards in (2, 1, 1))
+    for call, obs in enumerate(OBS):
+        if call >= PERIOD + 5:  # found at call 2 * PERIOD
+            obs = np.concatenate([obs[:3], 100 * obs[3:]])
+        parts = [policy(x) for policy, x in zip(apart, np.split(obs, 2), strict=True)]
+        assert together(obs).tobytes() == np.concatenate(parts).tobytes()
+        assert together.by_numpy == [True, call < 2 * PERIOD]
+    assert len(notes) == 2 and notes[0] == notes[1]
 
 
-def copies_of(module: nn.Module) -> dict:
-    return {name: dict(x) if isinstance(x, dict) else x for name, x in vars(module).items()}
+def test_images_and_gpus_are_for_the_module():
+    """Nothing is said."""
+    notes = []
+    image = gym.spaces.Box(0, 1, (3, 10, 10), np.float32)
+    agent = ppo_ddp.Agent(image, DISCRETE)
+    policy = policy_of(agent, notes)
+    obs = np.ones((2, 3, 10, 10), np.float32)
+    assert np.array_equal(policy(obs), result_of(agent, obs)) and policy.by_numpy == [False]
+    world = World(False)
+    world.device = torch.device("cuda")
+    policy = policy_of(Agent(), notes, world)
+    policy._choose([OBS[0]])
+    assert policy.by_numpy == [False] and notes == []
 
 
-def test_translating_leaves_the_module_as_it_was():
-    """Its attributes and its parameters."""
-    module = Module(scaled)
-    attributes = [copies_of(x) for x in module.modules()]
-    values = [x.detach().clone() for x in module.parameters()]
-    Derived(module, torch.device("cpu"), 1)
-    assert [copies_of(x) for x in module.modules()] == attributes
-    assert all(x.equal(y) for x, y in zip(values, module.parameters(), strict=True))
-    gc.collect()
-    assert not any(isinstance(x, torch.fx.Proxy) for x in gc.get_objects())
+def calls_of_dqn(run_dir: str) -> None:
+    """How often the policy of DQN acts where most actions are random, and for how many shards."""
+    call, shards = Policy.__call__, []
+    Policy.__call__ = lambda self, obs: (shards.append(len(self.world.shards)), call(self, obs))[1]
+    sizes = {"total_timesteps": 200, "learning_starts": 180, "start_e": 0.9, "end_e": 0.9, "eval_every": 0}
+    dqn_ddp.main(dqn_ddp.Args(**sizes, shards=2, cuda=False, run_dir=run_dir))
+    print(f"{len(shards)} calls for {shards[0]}", flush=True)
 
 
-def test_what_a_gpu_holds_is_copied_after_an_update(monkeypatch):
-    """On a device that is no CPU (here in name only), and not otherwise."""
-    module = Module(lambda m, x: m.layer(x) * m.gate + m.tensor)
-    with monkeypatch.context() as patch, torch.inference_mode():  # as in a rollout
-        patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
-        derived = Derived(module, torch.device("meta"), 1)
-    before = derived.function(OBS)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.5, fused=True)
-    module(torch.from_numpy(OBS)).sum().backward()
-    optimizer.step()
-    assert np.array_equal(derived.function(OBS), before)
-    policy = Acting(module, WORLD, SHARDS, pytest.fail)
-    policy(OBS)
-    policy.derived = derived
-    policy.functions = [derived.function]
-    assert np.array_equal(policy(OBS), before)
-    policy.parameters_changed = True  # as `run.backward` says
-    after = module(torch.from_numpy(OBS)).detach().numpy()
-    np.testing.assert_allclose(policy(OBS), after, rtol=1e-5, atol=1e-6)
-    assert np.abs(after - before).max() > 0.1
-
-
-def test_an_option_of_forward_has_its_default():
-    class Optional(nn.Linear):
-        def forward(self, x: torch.Tensor, greedy: bool = False, scale: float = 2.0) -> torch.Tensor:
-            return super().forward(x) if greedy else super().forward(x) * scale
-
-    assert_acts_as_module(Acting(Optional(4, 2), WORLD, SHARDS, pytest.fail), OBS)
+def test_every_process_acts_equally_often(tmp_path):
+    """Also in steps where all actions of a process are random: comparisons then meet the same observations."""
+    texts = [fork(calls_of_dqn, (str(tmp_path / str(n)),), n, tmp_path / f"{n}.out", {}) for n in (1, 2)]
+    [alone] = [line for line in texts[0].splitlines() if " calls for " in line]
+    others = [line for line in texts[1].splitlines() if " calls for " in line]
+    assert others == 2 * [alone.replace("for 2", "for 1")] and 5 < int(alone.split()[0]) < 45

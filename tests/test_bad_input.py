@@ -1,31 +1,27 @@
-"""C6: bad input gets one message that names the flag, exit code 2, and nothing is started."""
+"""C6: bad input gets one message that names the flag, exit code 2, and nothing is started. Some cases of faults.py."""
 
+import importlib
 import math
 import re
 import sys
 
 import pytest
-from gymnasium.spaces import Discrete
 
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.environments import TRAINING, make_envs
-from common.errors import BadInput, flag
-from common.run.arguments import PACKAGES_OF_FLAGS, parse
-from common.run.loop import crossed
-from runs import ROOT, finish, run, start
+from common.arguments import PACKAGES_OF_FLAGS, flag, parse
+from common.processes import BadInput
+from common.run import crossed
+from runs import ROOT, edited
 from tests import faults
 
 SCRIPTS = {"ppo": ppo_ddp, "ppg": ppg_ddp, "dqn": dqn_ddp, "sac": sac_ddp}
-REFUSED = [
-    *faults.REFUSED_FLAGS,
-    *((script, f"--env-id {id}", said) for script, id, said in faults.REFUSED_ENVIRONMENTS),
-]
+REFUSED = [(script, f"--env-id {id}", said) for script, id, said in faults.REFUSED_ENVIRONMENTS]
 
 
-@pytest.mark.parametrize("script, flags, said", REFUSED)
+@pytest.mark.parametrize("script, flags, said", [*faults.REFUSED_FLAGS, *REFUSED])
 def test_what_is_refused(script, flags, said, tmp_path, monkeypatch, capfd):
     """In one line, before any file of a run exists. What tyro finds it says itself, in a box."""
     monkeypatch.chdir(tmp_path)
@@ -41,16 +37,41 @@ def test_what_is_refused(script, flags, said, tmp_path, monkeypatch, capfd):
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
 
 
-@pytest.mark.parametrize(
-    "env_id, options, said",
-    [
-        ("ALE/Pong-v5", '{"game": "breakout"}', "game is not to be set here"),
-        ("CartPole-v1", '{"gravity": 1}', "unexpected keyword argument 'gravity'"),
-    ],
+@pytest.mark.parametrize("script, flags, said", faults.FAULTY_ENVIRONMENTS)
+def test_a_fault_of_an_environment_is_named_where_it_arises(script, flags, said, tmp_path, monkeypatch):
+    """Environment and step, before it reaches a network; in training and in evaluation. The user's own error stays."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(faults.Wrong, "made", 0)
+    module = importlib.import_module(f"{script}_ddp")
+    flags = f"{faults.SHORT[script]} --env-id {flags}".replace(" :", " tests.faults:")
+    with pytest.raises((FloatingPointError, KeyError, RuntimeError)) as caught:
+        module.main(parse(module.Args, flags.split()))
+    assert said in f"{caught.typename}: {caught.value}"
+
+
+CASES = {f"{case.script}: {case.what}": case for case in faults.all_cases()}
+SOME = (
+    "ppo: two ranks: --no-such-flag",
+    "ppo: two ranks: --num-envs 5",
+    "ppo: two ranks: a reward is nan",
+    "ppo: edit: a loss that is nan",
+    "dqn: two ranks: torchrun killed",
+    "ppo: an environment's process killed",
 )
-def test_options_that_a_simulator_does_not_take_are_refused(env_id, options, said):
-    with pytest.raises(BadInput, match=f"^--env-kwargs .*{said}"):
-        make_envs(env_id, 1, TRAINING, range(2), (Discrete,), env_kwargs=options)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_case_is_as_it_must_be(name):
+    """A run in a process of its own: what it says, its exit code, and what it leaves."""
+    result = faults.tried(CASES[name])
+    assert not result.wrong, result.line
+
+
+def test_every_edit_of_every_case_finds_its_place():
+    """And what comes of it is Python. The cases are not run."""
+    for case in CASES.values():
+        script = ROOT / f"{case.script}_ddp.py"
+        compile(edited(script.name, script.read_text(), *(case.edits or [])), f"{script.name}, {case.what}", "exec")
 
 
 NAN = math.nan
@@ -58,13 +79,13 @@ NUMBERS = {  # what a field may not be
     0: "num_envs num_steps num_minibatches update_epochs total_timesteps buffer_size batch_size train_frequency n_step"
     " learning_rate adam_eps clip_coef timeout max_grad_norm target_kl eval_episodes target_network_frequency tau"
     " policy_frequency policy_lr q_lr alpha",
-    -1: "seed num_threads eval_every check_sync_every ent_coef vf_coef learning_starts log_every aux_epochs n_pi"
-    " num_aux_minibatches aux_learning_rate beta_clone checkpoint_every",
+    -1: "seed num_threads eval_every ent_coef vf_coef learning_starts log_every aux_epochs n_pi num_aux_minibatches"
+    " aux_learning_rate beta_clone checkpoint_every",
     NAN: "learning_rate gamma gae_lambda clip_coef ent_coef vf_coef timeout max_grad_norm target_kl stop_at_return"
     " adam_eps tau start_e end_e exploration_fraction per_alpha per_beta policy_lr q_lr alpha",
     1.5: "gamma gae_lambda per_beta",
     math.inf: "learning_rate",
-    2**40: "seed num_threads timeout",
+    2**40: "seed timeout",
 }
 
 
@@ -73,7 +94,7 @@ def test_a_number_that_cannot_work_is_refused_by_its_flag(script):
     args_type = SCRIPTS[script].Args
     for value, names in NUMBERS.items():
         for name in set(names.split()) & {*args_type.__dataclass_fields__}:
-            with pytest.raises(BadInput, match="--" + name.replace("_", "-")):
+            with pytest.raises(BadInput, match=flag(name)):
                 args_type(**{name: value})
 
 
@@ -102,34 +123,9 @@ def test_periods_happen_at_or_past_each_multiple():
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "minatar.gym", None)
-    monkeypatch.setitem(sys.modules, "minatar", None)
-    with pytest.raises(BadInput, match=r"--env-id MinAtar/Breakout-v1.*pip install minatar"):
+    with pytest.raises(BadInput, match="^--env-id MinAtar/Breakout-v1 .*minatar.gym"):
         ppo_ddp.main(ppo_ddp.Args(env_id="MinAtar/Breakout-v1", run_dir=str(tmp_path / "run")))
     for name, package in PACKAGES_OF_FLAGS.items():
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(BadInput, match=f"^{flag(name)}: needs {package}: pip install {package}$"):
+        with pytest.raises(BadInput, match=f"^{flag(name)}: needs {re.escape(package)}: pip install {package}$"):
             ppo_ddp.Args(**{name: True})
-
-
-@pytest.mark.parametrize(
-    "flags, message, env",
-    [
-        ("--no-such-flag 1", "--no-such-flag", {}),
-        ("--track", "--track: No API key configured", {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "none"}),
-    ],
-)
-def test_two_ranks_print_one_message(flags, message, env, tmp_path):
-    """torchrun's own report aside, one line or box and no traceback of ours."""
-    run = finish(start("dqn_ddp.py", 2, flags, cwd=tmp_path, **env), tmp_path)
-    said = " ".join(re.sub("[│╭╮╰╯─]", " ", run.err + run.out).split())
-    assert run.code == 1
-    assert said.count(message) == 1, run.err + run.out
-    assert not re.search(rf'File "{ROOT}/(common|\w+_ddp)', said), "a traceback of ours"
-    assert not list(tmp_path.glob("runs/*/metrics.csv"))
-
-
-@pytest.mark.parametrize("script", ["ppo", "dqn"])
-def test_environments_that_do_not_divide_are_refused(script, tmp_path):
-    refused = run(f"{script}_ddp.py", 2, "--num-envs 5", tmp_path / "run", code=2)
-    message = "--num-envs 5: must be a multiple of the number of processes (2), such as 4 or 6."
-    assert f"error: {message}" in refused.err and "Traceback" not in refused.err and not refused.dir.exists()

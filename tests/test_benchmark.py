@@ -1,6 +1,5 @@
 """The benchmark: its statistics, its commands, its runner that loses nothing, and figures and table as the data say."""
 
-import csv
 import json
 import os
 import shutil
@@ -13,18 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tyro
 
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from benchmark import plot, scaling, speed
+from benchmark import compare, plot, scaling, speed
 from benchmark import run as runner
-from benchmark.suites import REFERENCES, SCALES, SUITES, Suite, suite_of, work
-from common.errors import BadInput
+from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
+from common.arguments import parse
+from common.processes import BadInput
 from runs import PATIENCE, ROOT, wait_until
-from runs import run as run_script
 
 SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 RESULTS = ROOT / "benchmark" / "results"
@@ -93,7 +91,7 @@ def test_every_command_is_accepted(suite):
     for run in runs:
         command = run.command(Path("somewhere"))
         words = command[command.index(run.script) + 1 :]
-        args = tyro.cli(SCRIPTS[run.script].Args, args=words)
+        args = parse(SCRIPTS[run.script].Args, words)
         assert args.seed == run.seed and args.num_envs % run.world_size == 0
         if run.script == "ppg_ddp.py":
             phases = args.total_timesteps // (args.num_envs * args.num_steps * args.n_pi)
@@ -102,49 +100,53 @@ def test_every_command_is_accepted(suite):
     assert all(env_id in SCALES for _, env_id in REFERENCES)
 
 
-def test_variants_are_apart_whatever_their_names(tmp_path):
-    """Of two variants with a part of their names in common, and two underscores, each is a curve of its own."""
-    works = [work("ppo_ddp.py", "CartPole-v1", f"--gamma 0.{x}", {1: (1, 2)}, f"lr1__mb{x}") for x in (2, 4)]
-    suite = Suite("mine", works, {}, {}, tmp_path, tmp_path)
-    (tmp_path / "mine").mkdir()
-    for run in runner.runs_of(suite):
-        path = tmp_path / "mine" / f"{run.name}.json"
-        path.write_text(json.dumps({"command": run.shown(tmp_path)}))
-        path.with_suffix(".csv").write_text("global_step,eval/episodic_return,time/wall\n8,1.0,1.0\n")
-    curves = plot.load(suite, tmp_path)
-    assert [curve.seeds for curve in curves.values()] == [[1, 2], [1, 2]]
-
-
-RUN = [sys.executable, "-m", "benchmark.run", "tiny.py", "--cores", "1", "--work", "work", "--results", "results"]
-
-
 def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
-    """Ended after a checkpoint, it is recorded as the curve of one that was not; with other flags it would not be."""
-    flags, name = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 2048", "CartPole-v1__ppo_ddp__w1__s1"
-    flags += " --total-timesteps 32768"
+    """Ended after a checkpoint, it is recorded as the curve of one that was not."""
+    name = "CartPole-v1__ppo_ddp__w1__s1"
+    flags = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 2048 --total-timesteps 32768"
     suite = f'from benchmark.suites import work\nSUITE = [work("ppo_ddp.py", "CartPole-v1", "{flags}", {{1: (1,)}})]'
     (tmp_path / "tiny.py").write_text(suite)
-    about = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(RUN, **about)
     run_dir = tmp_path / "work" / "tiny" / name
-    wait_until(lambda: any(x.name.isdigit() for x in (run_dir / "checkpoints").glob("*")), process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and f"{name} ended in" in output, output
-    words = json.loads((run_dir / "config.json").read_text())["command"].split()
-    assert runner.started_by(words, run_dir, ROOT / "ppo_ddp.py")
-    assert not runner.started_by([*words[:-2], "--gamma", "0.9", *words[-2:]], run_dir, ROOT / "ppo_ddp.py")
-    assert not runner.started_by(words, run_dir, ROOT / "ppg_ddp.py")  # other code
-    process = subprocess.Popen(RUN, **about)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and f"{name} done in" in output, output
+    words = "-m benchmark.run tiny.py --cores 1 --work work --results results".split()
+    about = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "text": True}
+    outputs = []
+    for code in (130, 0):
+        process = subprocess.Popen([sys.executable, *words], **about)
+        if code:
+            wait_until(lambda: any(x.name.isdigit() for x in (run_dir / "checkpoints").glob("*")), process)
+            process.send_signal(signal.SIGINT)
+        outputs.append(process.communicate(timeout=PATIENCE)[0])
+        assert process.returncode == code, outputs
+    assert f"{name} ended in" in outputs[0] and f"{name} done in" in outputs[1]
     assert "going on from" in (tmp_path / "work" / "tiny" / f"{name}.log").read_text()
-    calm = run_script("ppo_ddp.py", 1, flags, tmp_path / "calm", dtype="float32")
-    with open(tmp_path / "results" / "tiny" / f"{name}.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["charts/episodic_return"] for row in rows] == [row["charts/episodic_return"] for row in calm.rows]
+    ppo_ddp.main(parse(ppo_ddp.Args, [*flags.split(), "--run-dir", str(tmp_path / "calm")]))
+    curves = [compare.load(path) for path in (tmp_path / "results" / "tiny" / f"{name}.csv", tmp_path / "calm")]
+    assert not [*compare.compare_rows(*curves)]
     record = json.loads((tmp_path / "results" / "tiny" / f"{name}.json").read_text())
-    assert "--resume" in record["command"] and record["seconds"] >= float(rows[-1]["time/wall"]) - 0.1
+    assert "--resume" in record["command"] and record["seconds"] >= float(curves[0].rows[-1]["time/wall"]) - 0.1
+
+
+@pytest.mark.parametrize(
+    ("commit", "changed", "difference", "now", "same"),
+    [
+        ("a", False, "", ("a", ""), True),
+        ("a", False, "", ("b", ""), False),
+        ("a", False, "", ("a", "+x"), False),
+        ("a", True, "+x", ("a", "+x"), True),
+        ("a", True, "", ("a", ""), False),  # a file that git does not track
+        (None, None, "", ("", ""), False),  # no git
+    ],
+)
+def test_a_run_goes_on_by_the_same_code_only(commit, changed, difference, now, same, tmp_path, monkeypatch):
+    """The commit and the changes since; and by the same command."""
+    monkeypatch.setattr(runner, "git", lambda script, word, *_: now[word == "diff"])
+    (tmp_path / "checkpoints").mkdir()
+    config = {"commit": commit, "changed": changed, "command": "ppo_ddp.py --seed 1 --run-dir a"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "changes.diff").write_text(difference)
+    script = ROOT / "ppo_ddp.py"
+    assert runner.started_by("python ppo_ddp.py --seed 1 --run-dir b".split(), tmp_path, script) == same
+    assert not runner.started_by("python ppo_ddp.py --seed 2 --run-dir a".split(), tmp_path, script)
 
 
 def test_the_time_left_counts_what_this_start_did(monkeypatch):
@@ -157,10 +159,7 @@ def test_the_time_left_counts_what_this_start_did(monkeypatch):
 
 
 def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
-    """Its sources are not those of the commit, and git shows no difference. That of an older record goes.
-
-    The record does not say in which folder of the machine the run was.
-    """
+    """As changed, without a difference: that of an older record goes. It names no folder of the machine."""
     run = runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, 1, "")
     run_dir, results = tmp_path / "run", tmp_path / "results"
     run_dir.mkdir()
@@ -176,41 +175,36 @@ def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
 
 
 def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, capsys):
-    """Refused with what to do; in another folder, or by --replace, it runs. Untouched otherwise."""
+    """Refused with what to do, and untouched; --replace replaces it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # those of the tests stay
-    folder, name = Path("runs/results/tiny"), "CartPole-v1__ppo_ddp__w1__s1"
-    folder.mkdir(parents=True)
-    flags = "--eval-every 0 --num-steps 16 --total-timesteps 640"
-    command = f"python ppo_ddp.py --env-id CartPole-v1 --seed 1 {flags} --run-dir runs/elsewhere"
-    (folder / f"{name}.json").write_text(json.dumps({"command": command, "seconds": 1.0}))
-    (folder / f"{name}.csv").write_text("a curve of an hour")
+    curve = Path("runs/results/tiny/CartPole-v1__ppo_ddp__w1__s1.csv")
+    curve.parent.mkdir(parents=True)
+    flags = "--eval-every 0 --num-steps 16 --total-timesteps"
+    command = f"python ppo_ddp.py --env-id CartPole-v1 --seed 1 {flags} 640 --run-dir runs/elsewhere"
+    curve.with_suffix(".json").write_text(json.dumps({"command": command, "seconds": 1.0}))
+    curve.write_text("a curve of an hour")
 
     def started(steps: int, **settings) -> str:
-        run = f"'ppo_ddp.py', 'CartPole-v1', '--eval-every 0 --num-steps 16 --total-timesteps {steps}', {{1: (1,)}}"
+        run = f"'ppo_ddp.py', 'CartPole-v1', '{flags} {steps}', {{1: (1,)}}"
         Path("tiny.py").write_text(f"from benchmark.suites import work\nSUITE = [work({run})]\n")
         assert runner.main(runner.Args("tiny.py", cores=1, **settings)) == 0
         return capsys.readouterr().out
 
     assert "1 runs, 1 of them recorded" in started(640)
-    said = f"^--results runs/results: {name} is recorded there by another command; name another folder, or .* --replace"
+    said = f"^--results runs/results: {curve.stem} is recorded there by another command; .* by --replace"
     with pytest.raises(BadInput, match=said):
         started(64)
-    assert f"{name} done in" in started(64, results=tmp_path / "again")
-    assert (folder / f"{name}.csv").read_text() == "a curve of an hour"
-    assert f"{name} done in" in started(64, replace=True)
-    record = json.loads((folder / f"{name}.json").read_text())
-    assert record["command"].endswith(f" --total-timesteps 64 --run-dir runs/benchmark/tiny/{name}")
+    assert curve.read_text() == "a curve of an hour"
+    assert f"{curve.stem} done in" in started(64, replace=True) and "\n64," in curve.read_text()
 
 
 SPEED = """
 import os, sys
-import settings
 from settings import SECONDS
 
-assert settings.__file__ == os.path.join(os.path.dirname(os.path.dirname(__file__)), "settings.py")
 with open(os.environ["NOTES"], "a") as file:
-    print(SECONDS, os.environ.get("OMP_NUM_THREADS"), file=file)
+    print(SECONDS, os.environ["OMP_NUM_THREADS"], file=file)
 run_dir = sys.argv[sys.argv.index("--run-dir") + 1]
 os.mkdir(run_dir)
 with open(f"{run_dir}/metrics.csv", "w") as file:
@@ -218,27 +212,24 @@ with open(f"{run_dir}/metrics.csv", "w") as file:
 """
 
 
-def repository(folder: Path) -> Path:
-    """A script that says 50 steps per second in the only commit, and 100 in the tree; and a folder for what is made."""
-    (folder / "benchmark").mkdir()
-    for name, text in {"benchmark/script.py": SPEED, "settings.py": "SECONDS = 2"}.items():
-        (folder / name).write_text(text)
+def test_a_tree_is_compared_with_a_commit(tmp_path, monkeypatch, capsys):
+    """In turn, each with its own modules and without the peer; ratios by hand; nothing is left.
+
+    The script says 50 steps per second in the only commit, and 100 in the tree.
+    """
+    (tmp_path / "benchmark").mkdir()
+    (tmp_path / "benchmark" / "script.py").write_text(SPEED)
+    (tmp_path / "settings.py").write_text("SECONDS = 2")
     author = "-c user.name=a -c user.email=a@b -c core.hooksPath=none".split()
     for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "a"]):
-        subprocess.run(["git", "-C", folder, *words], check=True)
-    (folder / "settings.py").write_text("SECONDS = 1")
-    (folder / "temporary").mkdir()
-    return folder
-
-
-def test_a_tree_is_compared_with_a_commit(tmp_path, monkeypatch, capsys):
-    """In turn, each with its own modules and without the peer; ratios by hand; nothing is left."""
-    monkeypatch.setattr(speed, "ROOT", repository(tmp_path))
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    (tmp_path / "settings.py").write_text("SECONDS = 1")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(speed, "ROOT", tmp_path)
     works = {"peer": partial(speed.peer, "none", 1), "ours": partial(speed.ours, "benchmark/script.py", "", 1, 3)}
     monkeypatch.setattr(speed, "WORKS", {5: works})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     speed.main(speed.Args(rows=(5,), repetitions=3, against="HEAD"))
     title, *pairs, median = capsys.readouterr().out.strip().splitlines()
     assert title == "row 5: DQN CartPole, steps per second of this tree / of HEAD"

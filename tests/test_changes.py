@@ -1,8 +1,12 @@
 """What users change in a script keeps the promise: the same bytes on two processes as on one, under `--shards 2`."""
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 
-import fuzz
+from runs import ROOT, Run, edited, fork, same_run
 
 ENV = '{"shape": [5], "dtype": "float32", "actions": [2], "action_dtype": "float32", "end": 0.05, "cut": 0.05}'
 DISCRETE = '{"shape": [5], "dtype": "float32", "actions": [3, 0], "end": 0.05, "cut": 0.05}'
@@ -14,71 +18,86 @@ REPLAY |= {"eval-every": "160", "log-every": "80"}
 FLAGS = {"ppo": ACTOR_CRITIC, "ppg": ACTOR_CRITIC | {"n-pi": "2", "update-epochs": "4", "num-aux-minibatches": "4"}}
 FLAGS |= {"dqn": REPLAY | {"env-kwargs": DISCRETE}, "sac": REPLAY}
 
-ADAM = "torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)"
-GROUPS = "[{'params': [*agent.critic.parameters()], 'lr': 1e-3}, {'params': [*agent.trunk.parameters()]}"
-GROUPS += ", {'params': [*agent.value_trunk.parameters(), *agent.actor.parameters(), agent.log_std]}]"
-SECOND = "    value_parameters = [*agent.critic.parameters(), *agent.value_trunk.parameters()]\n"
-SECOND += "    policy_parameters = [p for p in agent.parameters() if all(p is not q for q in value_parameters)]\n"
-SECOND += f"    optimizer = {ADAM.replace('agent.parameters()', 'policy_parameters')}\n"
-SECOND += "    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)\n"
-SECOND += "    run.register(value_optimizer=value_optimizer)\n"
+ADAM = "torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)"
+PARTS = """
+    value_parameters = list(agent.critic.parameters())
+    policy_parameters = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
+"""
+GROUPS = '[{"params": policy_parameters}, {"params": value_parameters}]'
+RATES = """        for group in optimizer.param_groups:
+            group["lr"] = fraction * args.learning_rate
+"""
+TWO_RATES = """        for group, rate in zip(optimizer.param_groups, (args.learning_rate, 1e-3), strict=True):
+            group["lr"] = fraction * rate
+"""
 ZERO = "                optimizer.zero_grad()\n"
 STEP = "                optimizer.step()\n"
-LOSS = "        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss\n"
-TERM = "        activity = (features**2).mean()\n"
-TERM += LOSS.replace("\n", " + 0.01 * activity\n")
-ANNEAL = LOSS.replace("args.ent_coef", "self.ent_coef")
+LOSS = "        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss\n"
+TERM = "        activity = newvalue.square().mean()\n" + LOSS.replace("\n", " + 0.01 * activity\n")
 MADE = "    loss_fn = PPOLoss(agent, args)\n"
-SET = "        run.means.lap()\n"
+REGISTER = "    run.register(\n"
+HEAD = "        self.head = stream(num_actions)\n"
+DUE = "        if updates and global_step > smallest:"
 
 CHANGES = {
     "AdamW": ("ppo", (ADAM, ADAM.replace("Adam(", "AdamW(").replace("fused=True", "weight_decay=0.1"))),
-    "two parameter groups": ("ppg", (ADAM, ADAM.replace("agent.parameters()", GROUPS))),
+    "two parameter groups": (
+        "ppg",
+        (f"\n    optimizer = {ADAM}", f"{PARTS}    optimizer = {ADAM.replace('parameters', GROUPS, 1)}"),
+        (RATES, TWO_RATES),
+    ),
     "a second optimiser": (
         "ppo",
-        (f"    optimizer = {ADAM}\n", SECOND),
+        (f"\n    optimizer = {ADAM}", f"{PARTS}    optimizer = {ADAM.replace('parameters', 'policy_parameters', 1)}"),
+        (REGISTER, f"    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)\n{REGISTER}"),
+        ("        optimizer=optimizer,\n", "        optimizer=optimizer,\n        value_optimizer=value_optimizer,\n"),
         (ZERO, f"{ZERO}                value_optimizer.zero_grad()\n"),
         (STEP, f"{STEP}                value_optimizer.step()\n"),
     ),
     "a scheduled coefficient": (
         "ppo",
-        (LOSS, ANNEAL),
+        (LOSS, LOSS.replace("args.ent_coef", "self.ent_coef")),
         (MADE, f"{MADE}    loss_fn.ent_coef = torch.tensor(args.ent_coef, device=run.device)\n"),
-        (SET, f"        loss_fn.ent_coef.fill_(args.ent_coef * fraction)\n{SET}"),
+        (RATES, f"{RATES}        loss_fn.ent_coef.fill_(args.ent_coef * fraction)\n"),
     ),
     "a loss term and its metric": (
         "ppo",
         (LOSS, TERM),
-        ('"entropy": entropy_loss}', '"entropy": entropy_loss, "activity": activity}'),
-        ('"losses/entropy", ', '"losses/entropy", "losses/activity", '),
+        ('stats = {"policy_loss"', 'stats = {"activity": activity.detach(), "policy_loss"'),
+        ('    "losses/entropy",\n', '    "losses/entropy",\n    "losses/activity",\n'),
     ),
     "a number that changes": (
         "dqn",
-        ("        features = self.trunk(obs)\n", "        features = self.trunk(obs) * self.factor\n"),
-        (
-            "        self.head = self._stream(num_actions)\n",
-            "        self.factor = 1.0\n        self.head = self._stream(num_actions)\n",
-        ),
-        (SET, f"        q_network.factor = 1.0 + global_step / 32\n{SET}"),
+        ("        features = self.network(obs)\n", "        features = self.network(obs) * self.factor\n"),
+        (HEAD, f"        self.factor = 1.0\n{HEAD}"),
+        (DUE, f"        q_network.factor = 1.0 + global_step / 32\n{DUE}"),
     ),
     "LayerNorm": ("sac", ("256), nn.ReLU()\n", "256), nn.LayerNorm(256), nn.ReLU()\n")),
-    "a shared trunk": (
-        "ppo",
-        ("self.value_trunk = None if self.trunk.image else Trunk(obs_space, network)", "self.value_trunk = None"),
-    ),
+    "a shared trunk": ("ppo", ("        if len(obs_space.shape) == 3:\n", "        if True:\n")),
 }
 
 
-@pytest.fixture(scope="module")
-def servers():
-    servers = fuzz.Servers()
-    yield servers
-    servers.close()
+def start_script(words: list[str]) -> None:
+    """In a forked process: what `python` with these words does."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def words_of(flags: dict[str, str], run_dir: Path) -> list[str]:
+    words = [word for name, value in flags.items() for word in (f"--{name}", value) if word]
+    return [*words, "--save-model", "--run-dir", str(run_dir)]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_has_the_same_bytes_on_two_processes(change, servers):
-    script, *edits = CHANGES[change]
-    launches = [fuzz.Launch(1, "1"), fuzz.Launch(2, "1")]
-    draw = fuzz.Draw(0, script, FLAGS[script], "", launches, "this", False, tuple(edits))
-    assert fuzz.tried(draw, servers) == "same"
+def test_a_change_has_the_same_bytes_on_two_processes(change, tmp_path):
+    name, *edits = CHANGES[change]
+    script = tmp_path / f"{name}_ddp.py"
+    script.write_text(edited(script.name, (ROOT / script.name).read_text(), *edits))
+    runs = []
+    for processes in (1, 2):
+        run_dir, output = tmp_path / str(processes), tmp_path / f"{processes}.out"
+        fork(start_script, ([str(script), *words_of(FLAGS[name], run_dir)],), processes, output, {})
+        runs.append(Run(0, output.read_text(), "", run_dir))
+    assert same_run(*runs) == ""
+    losses = {name for name in runs[0].rows[-2] if name.startswith("losses/") and runs[0].rows[-2][name]}
+    assert len(losses) >= 2

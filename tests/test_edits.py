@@ -13,10 +13,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from common.acting import PERIOD, Acting
-from common.distributed import World
-from common.errors import BadInput
+from common.acting import PERIOD, Policy
+from common.processes import BadInput, World
 from runs import ROOT, edited
 
 ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}
@@ -25,43 +25,38 @@ SETTINGS = {"ppo_ddp.py": ACTOR_CRITIC, "ppg_ddp.py": ACTOR_CRITIC | {"n_pi": 2,
 SETTINGS |= {"dqn_ddp.py": REPLAY | {"log_every": 100}, "sac_ddp.py": REPLAY | {"log_every": 100}}
 BOX, DUELING = {"env_id": "Pendulum-v1"}, {"dueling": True}
 
-CAST = "        obs = self.pixels(obs) if self.image else obs.to(torch.get_default_dtype())\n"
-APPLY = "        return self.layers(obs)\n"
-RESIDUAL = "        x = self.layers[:2](obs)\n        return self.layers[2:](x) + x\n"
-CONCAT = "torch.cat([out, self.log_std.expand_as(out)], -1)"
-HEAD = "layer_init(nn.Linear(self.trunk.num_features, size), std=0.01)"
-SCALED = CAST.replace("())\n", "()) / 10\n")
-BRANCH = "        obs = obs / 10 if obs.sum() > 0 else obs\n"
+FEATURES = "        features = self.network(obs)\n"
+TWICE = "        features = self.network(obs) + self.network(obs)\n"
+OUT = "return self.actor(features),"
+HEAD = "layer_init(nn.Linear(num_features, num_outputs), std=0.01)"
+LOG_STD = "        if not self.discrete:\n            self.log_std"
+BIAS = f"        self.more = nn.Parameter(torch.zeros(1))\n{LOG_STD}"
+KINDS, OTHERS, RESULT = "its layers are not all", "depends on other parameters", "its result is not that of its layers"
 
-# edit: (what stands there and what the user writes, and so on; settings), or also why no translation acts
+# edit: (what stands there and what the user writes, and so on; settings), or also why numpy does not act
 PPO = {
     "none": ([], {}),
     "none, Box": ([], BOX),
-    "deeper": ([("nn.Tanh()]", "nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]")], {}),
-    "layer norm": ([("64)), nn.Tanh()]", "64)), nn.LayerNorm(64)]")], {}),
-    "residual": ([(APPLY, RESIDUAL)], {}),
-    "input scaling": ([(CAST, SCALED)], {}),
-    "squashed mean": ([(CONCAT, CONCAT.replace("[out,", "[out.tanh(),"))], BOX),
-    "branch": ([(CAST, CAST + BRANCH)], {}, "control flow"),
-    "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, "parametrization"),
+    "ReLU": ([("nn.Tanh()", "nn.ReLU()")], {}),
+    "GELU": ([("nn.Tanh()", "nn.GELU()")], {}, KINDS),
+    "deeper": ([("second, nn.Tanh())", "second, nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.ReLU())")], {}),
+    "layer norm": ([("second, nn.Tanh())", "second, nn.LayerNorm(64))")], {}, KINDS),
+    "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, KINDS),
+    "input scaling": ([(FEATURES, FEATURES.replace("(obs)", "(obs / 10)"))], {}, RESULT),
+    "branch": ([(FEATURES, f"        obs = obs / 10 if len(obs) > 1 else obs\n{FEATURES}")], {}, RESULT),
+    "squashed mean": ([(OUT, "return 2 * self.actor(features).tanh(),")], BOX, RESULT),
+    "a parameter beside": ([(LOG_STD, BIAS), (OUT, "return self.actor(features) + self.more,")], {}, OTHERS),
 }
-PPO |= {x: ([("nn.Tanh()", f"nn.{x}()")], {}) for x in ("ReLU", "SiLU", "GELU")}
 DQN = {
     "none": ([], {}),
-    "dueling": ([], DUELING),
-    "deeper": ([("width, size)", "width, 32), nn.Tanh(), nn.Linear(32, size)")], {}),
-    "layer norm": ([("num_features), nn.ReLU()]", "num_features), nn.LayerNorm(120)]")], DUELING),
-    "input scaling": ([(CAST, SCALED)], {}),
-    "dueling by maximum": ([("q.mean(-1, keepdim=True)", "q.amax(-1, keepdim=True)")], DUELING),
-    "dropout": ([("nn.ReLU()]", "nn.Dropout()]")], {}, "its translation gives other numbers"),
+    "dueling": ([], DUELING, OTHERS),
+    "deeper": ([("nn.Linear(width, size)", "nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, size)")], {}),
+    "layer norm": ([("num_features), nn.ReLU())\n", "num_features), nn.LayerNorm(num_features))\n")], {}, KINDS),
+    "features twice": ([(FEATURES, TWICE)], {}, RESULT),
+    "dropout": ([("width), nn.ReLU()", "width), nn.Dropout()")], {}, KINDS),
 }
-SAC = {
-    "none": ([], {}),
-    "deeper": ([("(256, 256), nn.ReLU()\n", "(256, 64), nn.Tanh(), nn.Linear(64, 256), nn.ReLU()\n")], {}),
-    "layer norm": ([("256), nn.ReLU()\n", "256), nn.LayerNorm(256)\n")], {}),
-}
-PPG = {edit: PPO[edit] for edit in ("none", "none, Box")}
-EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPG, "dqn_ddp.py": DQN, "sac_ddp.py": SAC}
+PPG = {edit: PPO[edit] for edit in ("none", "none, Box", "GELU")}
+EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPG, "dqn_ddp.py": DQN}
 
 
 def edited_module(tmp_path, script, edits):
@@ -73,30 +68,29 @@ def edited_module(tmp_path, script, edits):
     return module
 
 
-def network_and_inputs(module, settings):
-    """A script's network for vectors of 4, and a function that draws inputs of it."""
-    rng, cpu, space = np.random.default_rng(0), torch.device("cpu"), gym.spaces.Box(-1, 1, (4,))
-    box = gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
-    if hasattr(module, "Actor"):
-        return module.Actor(space, box, cpu), lambda: (rng.normal(size=(5, 4)).astype("f"), rng.normal(size=(5, 2)))
+def network_and_layers(module, settings):
+    """A script's network for vectors of 4, and what it gives to `run.policy` as its layers."""
+    space = gym.spaces.Box(-1, 1, (4,))
     if hasattr(module, "QNetwork"):
         network = module.QNetwork(space, 3, settings.get("dueling", False), "auto", True)
-    else:
-        network = module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3))
-    return network, lambda: (rng.normal(size=(5, 4)).astype("f"),)
+        return network, nn.Sequential(network.network, network.head)
+    box = gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
+    network = module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3))
+    return network, network.actor if hasattr(module, "AuxLoss") else nn.Sequential(network.network, network.actor)
 
 
 @pytest.mark.parametrize("script, edit", [(script, edit) for script in EDITS for edit in EDITS[script]])
 def test_what_acts_is_the_network(script, edit, tmp_path, float64):
-    """A translation, at any parameters, without another look; otherwise the network, and one line says why."""
+    """By numpy, at any parameters, without another look; otherwise the network, and one line says why."""
     edits, settings, *reason = EDITS[script][edit]
     torch.manual_seed(0)
-    network, inputs = network_and_inputs(edited_module(tmp_path, script, edits), settings)
+    rng = np.random.default_rng(0)
+    network, layers = network_and_layers(edited_module(tmp_path, script, edits), settings)
     notes = []
-    policy = Acting(network, World(False), [slice(0, 5)], notes.append)
+    policy = Policy(network, layers, World(False, None), notes.append)
     for _ in range(PERIOD + 1):
-        policy(*inputs())
-        assert policy.functions == [policy.by_module if reason else policy.derived.function], notes
+        policy(rng.normal(size=(5, 4)))
+        assert policy.by_numpy == [not reason], notes
     if reason:
         (note,) = notes
         assert re.search(f"acts by torch, more slowly than by numpy .*{reason[0]}", note) and "\n" not in note
@@ -105,13 +99,29 @@ def test_what_acts_is_the_network(script, edit, tmp_path, float64):
         with torch.no_grad():
             for p in network.parameters():
                 p.copy_(size * torch.randn(p.shape) / (p.shape[-1] ** 0.5 if p.dim() > 1 else 1))
-        x = inputs()
-        expected = policy.by_module(*x)
-        np.testing.assert_allclose(policy(*x), expected, rtol=1e-10, atol=1e-12 * np.abs(expected).max())
+        obs = rng.normal(size=(5, 4))
+        expected = policy._torch(obs)
+        np.testing.assert_allclose(policy(obs), expected, rtol=1e-10, atol=1e-12 * np.abs(expected).max())
     assert not notes
 
 
-RUNS = [("ppo_ddp.py", "branch"), ("ppg_ddp.py", "none"), ("dqn_ddp.py", "dueling"), ("sac_ddp.py", "layer norm")]
+def test_an_edit_that_shows_late_is_found(float64):
+    """What `forward` does with a number that changes during the run: within a period the module acts, to the end."""
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    module = nn.Sequential(layers)
+    module.forward = lambda obs: module.factor * layers(obs)
+    module.factor = 1.0
+    notes = []
+    policy = Policy(module, layers, World(False, None), notes.append)
+    rng = np.random.default_rng(0)
+    for call in range(2 * PERIOD):
+        module.factor = 1.0 if call <= 5 or call > PERIOD + 5 else 2.0
+        policy(rng.normal(size=(5, 4)))
+        assert policy.by_numpy == [call < PERIOD]
+    assert len(notes) == 1 and RESULT in notes[0]
+
+
+RUNS = [("ppo_ddp.py", "branch"), ("ppg_ddp.py", "none"), ("dqn_ddp.py", "dueling"), ("dqn_ddp.py", "deeper")]
 
 
 @pytest.mark.parametrize("script, edit", RUNS)
@@ -119,27 +129,34 @@ def test_a_run_of_an_edited_network_ends_well(script, edit, tmp_path, monkeypatc
     """And it says once, in one line, if the network itself acts."""
     edits, settings, *reason = EDITS[script][edit]
     module = edited_module(tmp_path, script, edits)
-    derived = []  # whether a translation acted, for each call
-    call = Acting.__call__
+    by_numpy = []  # of each call
+    call = Policy.__call__
 
-    def watched(self, *inputs):
-        result = call(self, *inputs)
-        derived.append(self.functions != [self.by_module])
+    def watched(self, obs):
+        result = call(self, obs)
+        by_numpy.append(*self.by_numpy)
         return result
 
-    monkeypatch.setattr(Acting, "__call__", watched)
+    monkeypatch.setattr(Policy, "__call__", watched)
     module.main(module.Args(**SETTINGS[script] | settings, cuda=False, run_dir=str(tmp_path / "run")))
-    assert len(derived) >= 3 * PERIOD and set(derived) == {not reason}
+    assert len(by_numpy) >= 3 * PERIOD and set(by_numpy) == {not reason}
     assert capfd.readouterr().out.count("acts by torch") == len(reason)
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") >= 3
 
 
 ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in the same order
     "Args.__post_init__": [],
-    "Agent.__init__": ["self.value_trunk = None if self.trunk.image else Trunk("],
-    "Agent.value": ["return self.critic(features if self.value_trunk is None else"],
-    "collect": ["obs = envs.storage(", "rollout = Rollout(", "while True:"],  # PPG's observations are a whole phase's
-    "train": ["for group in optimizer.param_groups:", "if run.evaluate_and_checkpoint("],
+    "Agent.__init__": [  # for images, one network with two heads
+        "actor, critic = (hidden,",
+        "actor, critic = (nn.Sequential(),",
+        "else:",
+        "hidden, num_features = ",
+        "if len(obs_space.shape) == 3:",
+        "self.network = hidden",
+        "self.network = nn.Identity()",
+    ],
+    "Agent.forward": ["features = self.network(obs)", "return (self.actor(features),"],
+    "train": ["if run.evaluate_and_checkpoint(", "obs = np.zeros((", "policy = run.policy("],  # PPG's are a phase's
 }
 
 

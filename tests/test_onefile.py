@@ -11,9 +11,12 @@ import pytest
 from runs import ROOT, edited, finish, run, same_run, start
 from tools.onefile import one_file
 
+REPLAY = "--learning-starts 100 --total-timesteps 200 --eval-every 0 --checkpoint-every 160"
 CASES = {
-    "ppo_ddp.py": (2, "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-every 512 --eval-episodes 3"),
-    "dqn_ddp.py": (1, "--learning-starts 500 --total-timesteps 800 --prioritized --eval-every 400 --eval-episodes 3"),
+    "ppo_ddp.py": (2, "--num-steps 32 --total-timesteps 256 --eval-every 128 --eval-episodes 3"),
+    "ppg_ddp.py": (1, "--num-steps 32 --total-timesteps 512 --eval-every 0 --n-pi 2 --num-aux-minibatches 4"),
+    "dqn_ddp.py": (1, f"{REPLAY} --prioritized"),
+    "sac_ddp.py": (2, REPLAY),
 }
 
 
@@ -27,56 +30,49 @@ def made(script: str, folder: Path, *words: str) -> Path:
     return folder / "mine.py"
 
 
-def changed(*edits: tuple[str, str]) -> str:
-    return edited("ppo_ddp.py", (ROOT / "ppo_ddp.py").read_text(), *edits)
-
-
-@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])
-def test_every_script_becomes_one_file_that_starts(script, tmp_path):
-    """No two names of the parts clash; the file's --help is the script's."""
-    done = subprocess.run([sys.executable, made(script, tmp_path), "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "--env-id" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("script", ["ppo_ddp.py", pytest.param("dqn_ddp.py", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", CASES)
 def test_one_file_gives_the_scripts_bytes(script, tmp_path):
-    """In an empty folder with nothing else to import; as linters and formatters want it; only with files it uses."""
-    path, (size, flags) = made(script, tmp_path), CASES[script]
+    """In an empty folder with nothing else to import."""
+    size, flags = CASES[script]
+    flags = f"{flags} --num-envs 4 --shards 2 --save-model"
+    path = made(script, tmp_path)
+    alone = finish(start(path, size, f"{flags} --run-dir run", cwd=tmp_path, PYTHONPATH=""), tmp_path / "run")
+    assert alone.code == 0, alone.err
+    assert same_run(alone, run(script, 1, flags, tmp_path / "calm", dtype="float32")) == ""
+
+
+def test_one_file_is_as_linters_want_it_and_holds_only_what_it_uses(tmp_path):
+    path = made("ppo_ddp.py", tmp_path)
     for words in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *words, "--no-cache", "--config", str(ROOT / "pyproject.toml"), path]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     text = path.read_text()
     lines = text.splitlines()
-    end = lines.index("# ///")
-    asked = tomllib.loads("\n".join(line.removeprefix("# ") for line in lines[1:end]))["dependencies"]
-    assert asked == (ROOT / "requirements.txt").read_text().split("\n#")[0].splitlines()
+    asked = tomllib.loads("\n".join(line.removeprefix("# ") for line in lines[1 : lines.index("# ///")]))
+    assert asked["dependencies"] == (ROOT / "requirements.txt").read_text().split("\n#")[0].splitlines()
     files = [line.removeprefix("# FROM ") for line in lines if line.startswith("# FROM ")]
-    assert len(set(files)) == len(files) and files[-1] == script
+    assert len(set(files)) == len(files) and files[-1] == "ppo_ddp.py" and "common/replay.py" not in files
     assert "from common" not in text and "import common" not in text
-    assert ("class ReplayBuffer" in text) == (script == "dqn_ddp.py")
-    assert (ROOT / script).read_text().split("\n\n\n", 1)[1] in text, "the script's own part is not as it stands"
-    flags = f"{flags} --shards 2 --save-model"
-    alone = finish(start(path, size, f"{flags} --run-dir run", cwd=tmp_path, PYTHONPATH=""), tmp_path / "run")
-    assert alone.code == 0, alone.err
-    assert same_run(alone, run(script, 1, flags, tmp_path / "calm", dtype="float32")) == ""
+    assert (ROOT / "ppo_ddp.py").read_text().split("\n\n\n", 1)[1] in text, "the script's own part is not as it stands"
 
 
 def test_a_file_that_is_left_out_is_refused_by_the_copy_in_one_line(tmp_path):
-    """Its packages and code are gone; all else runs."""
-    path = made("ppo_ddp.py", tmp_path, "--without", "pool", "video")
-    assert "# FROM common/pool.py" not in path.read_text() and "batch_space" not in path.read_text()
-    refused = finish(start(path, 1, "--env-id envpool/CartPole-v1", cwd=tmp_path, PYTHONPATH=""), tmp_path)
-    needed = "common.pool is left out of this file; make it anew with tools/onefile.py."
-    assert refused.code == 2 and refused.err == f"error: --env-id envpool/CartPole-v1: {needed}\n"
-    refused = finish(start(path, 1, "--capture-video", cwd=tmp_path, PYTHONPATH=""), tmp_path)
-    assert refused.code == 2 and "error: --capture-video: common.run.video is left out of this file" in refused.err
-    flags = "--total-timesteps 512 --eval-every 0 --run-dir run"
-    assert finish(start(path, 1, flags, cwd=tmp_path, PYTHONPATH=""), tmp_path / "run").code == 0
-    kept = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", "acting")
-    assert kept.returncode == 2 and "--without acting: it must stay, since ppo_ddp.py imports it" in kept.stderr
-    unknown = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", "nothing")
-    assert unknown.returncode == 2 and "--without nothing: no file of that name" in unknown.stderr
+    """Its code is gone; all else runs."""
+    files = ("pool", "video", "checkpoint")
+    path = made("ppo_ddp.py", tmp_path, "--without", *files)
+    assert not any(f"# FROM common/{name}.py" in path.read_text() for name in files)
+
+    def ended(flags: str):
+        return finish(start(path, 1, flags, cwd=tmp_path, PYTHONPATH=""), tmp_path)
+
+    needed = "common.checkpoint was left out of this file (tools/onefile.py)."
+    refused = ended("--checkpoint-every 512")
+    assert refused.code == 2 and refused.err == f"error: --checkpoint-every: {needed}\n"
+    assert ended("--total-timesteps 512 --eval-every 0").code == 0
+    for name, fault in (("acting", "it must stay, since "), ("nothing", "no file of that name")):
+        done = onefile("ppo_ddp.py", tmp_path / "other.py", "--without", name)
+        assert done.returncode == 2 and f"--without {name}: {fault}" in done.stderr
 
 
 def test_it_overwrites_nothing(tmp_path):
@@ -85,23 +81,26 @@ def test_it_overwrites_nothing(tmp_path):
     done = onefile("ppo_ddp.py", path)
     assert done.returncode == 2 and f"{path} is there already; name a new file." in done.stderr
     assert path.read_bytes() == before
-    assert onefile("nothing.py", tmp_path / "new.py").returncode == 2
+
+
+def changed(*edits: tuple[str, str]) -> str:
+    return edited("ppo_ddp.py", (ROOT / "ppo_ddp.py").read_text(), *edits)
 
 
 FORM = r"edited\.py, line \d+: import names from common's files, each by its own name"
 REFUSED = {
-    "from common.distributed import World as c": FORM,
-    "from common import distributed": FORM,
-    "def f():\n    import common.distributed": FORM,
-    "x = 1\nfrom common.distributed import World": r"edited\.py, line \d+: stands before an import",
-    "from math import pi as World": r"^names clash: World is in .*edited\.py and, as another, in .*distributed\.py",
+    "from common.processes import World as c": FORM,
+    "from common import processes": FORM,
+    "def f():\n    import common.processes": FORM,
+    "x = 1\nfrom common.processes import World": r"edited\.py, line \d+: stands before an import",
+    "from math import pi as World": r"^names clash: World is in .*edited\.py and, as another, in .*processes\.py",
 }
 
 
 @pytest.mark.parametrize("import_", REFUSED)
 def test_what_cannot_be_one_file_is_refused(import_, tmp_path):
     script = tmp_path / "edited.py"
-    script.write_text(changed(("from common.encoders import Pixels, image_encoder\n", f"{import_}\n")))
+    script.write_text(changed(("from common.encoders import image_encoder\n", f"{import_}\n")))
     with pytest.raises(ValueError, match=REFUSED[import_]):
         one_file(script, "mine.py")
 
@@ -112,7 +111,7 @@ def test_what_a_script_does_when_imported_stays(tmp_path):
     And what a file of `common/` does, of which the script takes something else.
     """
     shutil.copytree(ROOT / "common", tmp_path / "common")
-    with open(tmp_path / "common" / "run" / "loop.py", "a") as file:
+    with open(tmp_path / "common" / "run.py", "a") as file:
         file.write("\n\nif crossed(2, 1, 2):\n    SETTING = 1\n")
     added = 'os.environ["A"] = "1"\ntry:\n    import numba\nexcept ImportError:\n    numba = None\n\n\n@dataclass'
     imports = "import my_envs  # noqa: F401\nimport os\nimport torch.nn.functional\nimport torch\n"

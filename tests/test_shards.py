@@ -1,6 +1,7 @@
-"""`--shards`: the same bytes, in float32, at any number of processes."""
+"""`--shards`: the same bytes, in float32, at any number of processes; and gradients at unequal parts of a batch."""
 
 import gc
+import os
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -12,12 +13,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import dqn_ddp
+import ppg_ddp
 import ppo_ddp
-from common.distributed import World
-from common.environments import EVALUATION, make_envs
-from common.episodes import evaluate
-from common.errors import BadInput, Fault
-from common.shards import Gradients, sum_over_ranks
+import sac_ddp
+from common import environments, processes
+from common.processes import BadInput, World
+from common.replay import Batch
+from common.run import CHUNK, Run
+from common.shards import Gradient, sum_over_ranks, tree_sum
 from common.tensors import to_tensor
 from runs import finish, fork, run, same_run, start
 
@@ -31,14 +35,11 @@ SAC = "--num-envs 4 --batch-size 64 --total-timesteps 840 --learning-starts 800 
 SAC += " --eval-every 420 --eval-episodes 3"
 MINATAR = "--env-id MinAtar/Breakout-v1 --num-envs 4 --eval-every 512 --eval-episodes 3"
 PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
+BOX = f"{PPO} --env-id tests.envs:NoisyPendulum-v0 --total-timesteps 1024 --norm-adv batch --norm-obs"
+DQN_PONG = f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200"
 CASES = {
     "ppo": ("ppo_ddp.py", 8, f"{PPO} --norm-obs {SLOWLY} --target-kl 0.0001", (1, 2, 8)),
-    "ppo box, batch": (
-        "ppo_ddp.py",
-        2,
-        f"{PPO} --env-id tests.envs:NoisyPendulum-v0 --total-timesteps 1024 --norm-adv batch --norm-obs",
-        (1, 2),
-    ),
+    "ppo box, batch": ("ppo_ddp.py", 2, BOX, (1, 2)),
     "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 1024 --compile", (1, 2)),
     "ppo minatar": ("ppo_ddp.py", 4, f"{MINATAR} --num-steps 32 --total-timesteps 1024", (1, 2)),
     "ppo pong": ("ppo_ddp.py", 2, f"{PONG} --num-steps 8 --total-timesteps 64 --update-epochs 2", (1, 2)),
@@ -51,22 +52,10 @@ CASES = {
     ),
     "dqn": ("dqn_ddp.py", 4, f"{DQN} --prioritized --n-step 3 --double-q --dueling", (1, 2, 4)),
     "dqn minatar": ("dqn_ddp.py", 4, f"{MINATAR} --total-timesteps 1200 --learning-starts 800", (1, 2)),
-    "dqn pong": (
-        *("dqn_ddp.py", 2),
-        f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200",
-        (1, 2),
-    ),
+    "dqn pong": ("dqn_ddp.py", 2, DQN_PONG, (1, 2)),
     "sac": ("sac_ddp.py", 4, f"{SAC} --prioritized --policy-frequency 3", (1, 2)),
 }
 SLOW = {"ppo compiled", "ppo pong", "ppg minatar", "dqn pong"}
-
-
-def same_bytes(script, shards, flags, sizes, tmp_path, **env):
-    flags = f"{flags} --shards {shards} --save-model"
-    runs = [run(script, n, flags, tmp_path / str(n), "float32", **env) for n in sizes]
-    for other in runs[1:]:
-        assert same_run(runs[0], other) == "" and len(other.rows) >= 2
-    return runs[0]
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CASES])
@@ -74,7 +63,11 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
     """And where a layer's result for one row depends on how many rows it is given, as on some processors it may."""
     if case == "ppo compiled" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("without AVX2 torch 2.13 writes C++ that does not compile")
-    first = same_bytes(*CASES[case], tmp_path, LOCKSTEP_FAULT="rows@0@0")
+    script, shards, flags, sizes = CASES[case]
+    flags, fault = f"{flags} --shards {shards} --save-model", {"LOCKSTEP_FAULT": "rows@0@0"}
+    first, *others = (run(script, n, flags, tmp_path / str(n), "float32", **fault) for n in sizes)
+    for other in others:
+        assert same_run(first, other) == "" and len(other.rows) >= 2
     if case == "ppo compiled":
         assert "--compile:" not in first.out
     if case == "ppo":
@@ -84,12 +77,11 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
 
 def test_threads_of_blas_do_not_matter(tmp_path):
     """As users start it: `python` leaves OMP_NUM_THREADS unset, so BLAS would take all cores; torchrun sets 1."""
-    flags = "--env-id Pendulum-v1 --num-envs 32 --shards 2 --learning-starts 320 --total-timesteps 640"
-    flags += " --train-frequency 8 --log-every 320 --eval-every 0"
+    flags = "--env-id Pendulum-v1 --num-envs 32 --shards 2 --num-steps 16 --total-timesteps 1024 --eval-every 0"
     runs = []
     for size, threads in ((1, "2"), (2, "1")):
         words, run_dir = f"{flags} --run-dir {tmp_path / threads}", tmp_path / threads
-        process = start("sac_ddp.py", size, words, OMP_NUM_THREADS=threads, OPENBLAS_CORETYPE="Haswell")
+        process = start("ppo_ddp.py", size, words, OMP_NUM_THREADS=threads, OPENBLAS_CORETYPE="Haswell")
         runs.append(finish(process, run_dir))  # not every processor's products round otherwise on two threads
         assert runs[-1].code == 0, runs[-1].err
     assert runs[0].rows == runs[1].rows
@@ -102,38 +94,30 @@ def test_the_number_of_shards_is_part_of_the_experiment(tmp_path):
     assert rows[0] == rows[1] != rows[2]
 
 
-@pytest.mark.parametrize(
-    "world_size, shards, said",
-    [(4, 2, "a multiple of the number of processes .4., such as 4"), (3, 4, "left out on 3 processes")],
-)
-def test_shards_that_do_not_fit_the_processes_are_refused(world_size, shards, said, monkeypatch):
-    for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+@pytest.mark.parametrize("world_size, shards, nearest", [(4, 2, 4), (1, 3, 4), (3, 4, 4)])
+def test_shards_that_do_not_fit_the_processes_are_refused(world_size, shards, nearest, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world_size}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(BadInput, match=f"^--shards {shards}: must be {said}"):
+    with pytest.raises(BadInput, match=f"^--shards {shards}: must be a power of two such as {nearest}, .*{world_size}"):
         World(False, shards)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Dropout(0.1),
-        nn.RReLU(),
-        nn.BatchNorm1d(2),
-        nn.InstanceNorm1d(2, track_running_stats=True),
-    ],
-)
+UNLIKE = [nn.Dropout(0.1), nn.RReLU(), nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)]
+
+
+@pytest.mark.parametrize("module", UNLIKE)
 def test_a_module_that_each_process_would_have_otherwise_is_refused_by_name(module):
     """With --shards or on several processes; not where it does nothing (`eval`), nor on one process without."""
     loss = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
     with pytest.raises(BadInput, match=r"^1\.0.*: \w+ (draws|keeps)"):
-        Gradients(World(False, 2)).add_loss(loss)
-    Gradients(World(False)).add_loss(loss)
+        Gradient(loss, World(False, 2), False, print)
+    Gradient(loss, World(False), False, print)
     module.eval()
-    Gradients(World(False, 2)).add_loss(loss)
+    Gradient(loss, World(False, 2), False, print)
 
 
 class Loss(nn.Module):
-    """Of random sizes: one layer frozen, one used twice, one whose weights lie channels-last in memory."""
+    """Of random sizes: one layer frozen, one used twice, convolutions whose weights lie channels-last in memory."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__()
@@ -144,66 +128,211 @@ class Loss(nn.Module):
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = (self.scale * self.inner(self.frozen(self.layers(x)).relu())).square().mean()
-        return loss, {"loss": loss.detach()}
+    def forward(self, x: torch.Tensor, more: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows = (self.scale * self.inner(self.frozen(self.layers(x)).relu())).square().mean(1) * more[0]
+        return rows.mean(), {"loss": rows.mean().detach(), "rows": rows.detach()}
 
 
-def gradients_of_losses(world: World) -> None:
-    """Three backward passes each; gradients are bit for bit the tree's sum of each shard's, over their number."""
-    gradients = Gradients(world)
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        torch.manual_seed(seed)
-        loss = Loss(rng)
-        trained = [p for p in loss.parameters() if p.requires_grad]
-        wrapped = DDP(loss, bucket_cap_mb=0.001, gradient_as_bucket_view=seed % 2 == 0) if world.uses_ddp else loss
-        gradients.add_loss(wrapped)
-        for _ in range(3):
-            batches = [torch.from_numpy(rng.normal(size=(5, 3, 6, 6)).astype("f")) for _ in range(4)]
-            shards = [torch.autograd.grad(loss(x)[0], trained) for x in batches]
-            losses = [loss(x)[0].item() for x in batches]
-            loss.zero_grad()
-            stats = gradients.backward(wrapped, [batches[shard] for shard in world.shards])
-            assert [x["loss"].item() for x in stats] == [losses[shard] for shard in world.shards]
-            for p, *parts in zip(trained, *shards, strict=True):
-                assert p.grad.equal(((parts[0] + parts[1]) + (parts[2] + parts[3])) / 4)
-                torch.testing.assert_close(p.grad, torch.stack(parts).mean(0))
-            with torch.no_grad():
-                torch._foreach_sub_(trained, [p.grad for p in trained])
-
-
-def shard_gradients(shared_memory: bool) -> None:
-    """In a process group; nothing keeps a DDP module, since gloo may abort if one outlives the group."""
+def mean_gradients(memory: bool, shards: int | None) -> None:
+    """Three steps each of three losses, in a process group; gradients bit for bit those of a tree over the shards."""
     torch.set_num_threads(1)
-    world = World(False, 4)
-    with world.process_group(60, shared_memory):
-        assert bool(world.memory) == (shared_memory and 1 < world.world_size <= len(world.affinity))
-        gradients_of_losses(world)
+    os.sched_getaffinity = lambda _: {*range(8)}  # more ranks than cores share memory too
+    if not memory:
+        processes.share_memory = lambda *_: None
+    world = World(False, shards)
+    num = world.num_shards
+    with world.open(60.0):
+        assert bool(world.memory) == (memory and world.world_size > 1)
+        assert world.gather([world.rank, 0.5]).tolist() == [[float(rank), 0.5] for rank in range(world.world_size)]
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            torch.manual_seed(seed)
+            loss = Loss(rng)
+            trained = [p for p in loss.parameters() if p.requires_grad]
+            optimizer = torch.optim.Adam(trained, 1e-2, fused=True)
+            wrapped = DDP(loss, bucket_cap_mb=0.001) if world.world_size > 1 else loss
+            gradient = Gradient(wrapped, world, False, print)
+            for _ in range(3):
+                batches = [torch.from_numpy(rng.normal(size=(5, 3, 6, 6)).astype("f")) for _ in range(num)]
+                weights = torch.from_numpy(rng.random((num, 5)).astype("f"))
+                alone = [loss(x, (w,)) for x, w in zip(batches, weights, strict=True)]
+                parts = [torch.autograd.grad(value, trained) for value, _ in alone]
+                optimizer.zero_grad()
+                here = slice(world.shards[0], world.shards[-1] + 1)
+                stats = gradient((torch.cat(batches[here]), (weights[here].flatten(),)), [5] * len(world.shards))
+                for (_, expected), given in zip(alone[here], stats, strict=True):
+                    assert all(given[name].equal(x) for name, x in expected.items())
+                for p, *x in zip(trained, *parts, strict=True):
+                    total = x[0] + x[1] if num == 2 else (x[0] + x[1]) + (x[2] + x[3])
+                    assert p.grad.equal(total / num) and p.grad.stride() == p.stride()
+                optimizer.step()
+        del wrapped, gradient, loss
         gc.collect()
-        assert not [x for x in gc.get_objects() if type(x) is DDP]
+        assert not [x for x in gc.get_objects() if type(x) is DDP]  # gloo may abort if one outlives the group
 
 
-@pytest.mark.parametrize("world_size, shared_memory", [(1, True), (2, True), (4, False)])
-def test_gradients_are_means_over_shards_added_along_a_tree(world_size, shared_memory, tmp_path):
-    """Of 4 shards, through shared memory and through sockets: bit for bit the same on any number of processes."""
-    fork(shard_gradients, (shared_memory,), world_size, tmp_path / "out", {})
+TREES = [(1, False, 4), (2, True, 4), (2, False, 4), (4, True, 4), (4, False, 4), (2, True, None), (2, False, None)]
 
 
-def test_a_parameter_that_one_shard_alone_uses_is_refused():
-    """On one process, as DDP does on several."""
-    loss = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
-    loss.forward = lambda x, both: (loss[0](x).sum() + (loss[1](x).sum() if both else 0.0), {})
-    gradients = Gradients(World(False, 2))
-    gradients.add_loss(loss)
-    for used in ([True, True], [False, False], [True, False], [False, True]):
-        loss.zero_grad()
-        if used[0] == used[1]:
-            gradients.backward(loss, [torch.ones(3, 2)] * 2, used)
-        else:
-            with pytest.raises(Fault, match="^a loss uses a parameter for one shard and not for another"):
-                gradients.backward(loss, [torch.ones(3, 2)] * 2, used)
-            gradients.earlier.clear()
+@pytest.mark.parametrize("world_size, memory, shards", [*TREES, (4, True, None)])
+def test_gradients_are_means_over_shards_added_along_a_tree(world_size, memory, shards, tmp_path):
+    """Through shared memory, also of four ranks, and through sockets; without --shards of as many as ranks."""
+    fork(mean_gradients, (memory, shards), world_size, tmp_path / "out", {})
+
+
+def test_any_number_of_parts_has_one_order():
+    a, b, c, d, e = parts = [np.float32(10.0) ** x for x in (8, -1, -8, 0, 7)]
+    [total] = tree_sum([[torch.tensor(x)] for x in parts])
+    assert total.item() == ((a + b) + (c + d)) + e
+
+
+def test_a_rank_of_eight_exchanges_with_its_neighbours_at_growing_distances(monkeypatch):
+    """Rank 3 with 2, then 1, then 7: a binary tree over the numbers of ranks, on all of them at once."""
+    peers, batch = [], dist.batch_isend_irecv
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda both: (peers.append([x.peer for x in both]), batch(both))[1])
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    try:
+        sum_over_ranks(torch.ones(5), SimpleNamespace(rank=3, world_size=8, memory=None, nccl=True, sharded=True))
+    finally:
+        dist.destroy_process_group()
+    assert peers == [[2, 2], [1, 1], [7, 7]]
+
+
+VECTOR = gym.spaces.Box(-1, 1, (3,))
+BOUNDS = gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
+
+
+def losses_of_scripts(parts: int) -> list[tuple[nn.Module, tuple, bool]]:
+    """Each loss with its inputs of 8 rows, and whether parts of other sizes than equal ones are right for it."""
+    torch.manual_seed(0)
+    weights, rewards, discounts = torch.rand(3, 8)
+    replay = Batch(*torch.randn(1, 8, 3), torch.randint(0, 2, (8,)), rewards, discounts, *torch.randn(1, 8, 3), weights)
+    args = SimpleNamespace(double_q=True, loss="huber", batch_size=8)
+    q_network, target = (dqn_ddp.QNetwork(VECTOR, 2, True, "auto", True) for _ in range(2))
+    actor = sac_ddp.Actor(VECTOR, BOUNDS, torch.device("cpu"))
+    critics, critics_target, frozen = (sac_ddp.Critics(VECTOR, BOUNDS) for _ in range(3))
+    for network in (target, critics_target, frozen):
+        network.requires_grad_(False)
+    log_alpha = nn.Parameter(torch.tensor(0.5))
+    agent, aux_agent = (ppg_ddp.Agent(VECTOR, BOUNDS) for _ in range(2))
+    numbers = [agent.evaluate(replay.obs, actions := torch.randn(8, 2))[0].detach(), *torch.randn(3, 8)]
+    of_aux = (torch.randn(8, 3), torch.randn(8), torch.randn(8, 4))
+    of_critics = (replay._replace(actions=torch.randn(8, 2)), torch.randn(8, 2))
+    return [
+        (dqn_ddp.TDLoss(q_network, target, args, parts), (replay,), True),
+        (sac_ddp.CriticLoss(critics, critics_target, actor, log_alpha, parts / 8), of_critics, True),
+        (sac_ddp.ActorLoss(actor, log_alpha, frozen, parts / 8), (replay.obs, torch.randn(8, 2)), True),
+        (ppo_ddp.PPOLoss(agent, ppo_ddp.Args()), (ppo_ddp.Batch(replay.obs, actions, *numbers),), False),
+        (ppg_ddp.AuxLoss(aux_agent, ppg_ddp.Args()), of_aux, False),
+    ]
+
+
+def gradients_of_parts() -> None:
+    """On two ranks, one of which may have none of a batch of 8, or 3 rows, against the gradients of the whole."""
+    torch.set_default_dtype(torch.float64)
+    world = World(False)
+    with world.open(60.0):
+        losses = losses_of_scripts(2)
+        for (loss, inputs, any_size), (whole_loss, *_) in zip(losses, losses_of_scripts(1), strict=True):
+            whole_loss(*inputs)[0].backward()
+            gradient = Gradient(DDP(loss), world, False, print)
+            for ends in ([0, 8, 8], [0, 3, 8], [0, 4, 8]) if any_size else ([0, 4, 8],):
+                rows = slice(ends[world.rank], ends[world.rank + 1])
+                part = torch.utils._pytree.tree_map(lambda x, rows=rows: x[rows], inputs)
+                gradient(part, [rows.stop - rows.start])
+                for p, whole in zip(loss.parameters(), whole_loss.parameters(), strict=True):
+                    if p.requires_grad:
+                        torch.testing.assert_close(p.grad, whole.grad, rtol=1e-12, atol=1e-14)
+                        assert whole.grad.abs().max() > 0.0
+        del gradient
+    print(f"{len(losses)} losses on rank {world.rank}", flush=True)
+
+
+def test_two_ranks_give_the_gradient_of_the_whole(tmp_path):
+    """For each loss of the scripts, to 1e-12: two wrapped losses of one actor, and unequal parts of replay batches."""
+    printed = fork(gradients_of_parts, (), 2, tmp_path / "out", {})
+    assert "5 losses on rank 0" in printed and "5 losses on rank 1" in printed
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows = self.linear(x).squeeze(-1)
+        return rows.square().mean(), {"mean": rows.detach().mean(), "rows": rows.detach()}
+
+
+def run_of(shards: int, num_envs: int = 4, **registered) -> Run:
+    """A run in this process, without environments."""
+    size = num_envs // shards
+    envs = SimpleNamespace(shards=[slice(k * size, (k + 1) * size) for k in range(shards)])
+    new = Run(SimpleNamespace(compile=False), World(False, shards), envs, SimpleNamespace(note=pytest.fail))
+    new.register(**registered)
+    new.lap()
+    return new
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_what_backward_returns(shards):
+    """Scalars by shard, rows as the batch has them; of equal parts, or of those that `sizes` say."""
+    loss, x = Rows(), torch.randn(8, 3)
+    new = run_of(shards, loss=loss, optimizer=torch.optim.Adam(loss.parameters()))
+    expected = loss(x)[1]["rows"]
+    sizes = [8 // shards] * shards
+    for given in (None, [5, *[1] * (shards - 2), 8 - 5 - (shards - 2)] if shards > 1 else [8]):
+        stats = new.backward(loss, x, sizes=given)
+        torch.testing.assert_close(stats["rows"], expected)
+        means = [part.mean() for part in expected.split(given or sizes)]
+        torch.testing.assert_close(stats["mean"], torch.stack(means))
+
+
+@pytest.mark.parametrize("lacking", ["module", "optimiser", "parameter", "nothing"])
+def test_what_is_trained_must_be_registered(lacking):
+    """Else a resumed run would lose it: each trained parameter's module (or itself), and its optimiser."""
+    loss, other = Rows(), nn.Linear(3, 1)
+    loss.temperature = nn.Parameter(torch.ones(()))
+    forward = loss.forward
+    loss.forward = lambda x: (forward(x)[0] * loss.temperature, {})
+    linear = loss.linear if lacking != "module" else other
+    stepped = loss.parameters() if lacking != "optimiser" else loss.linear.parameters()
+    more = {} if lacking == "parameter" else {"temperature": loss.temperature}
+    new = run_of(1, linear=linear, optimizer=torch.optim.Adam(stepped), **more)
+    if lacking == "nothing":
+        new.backward(loss, torch.randn(4, 3))
+        return
+    name, said = {"module": ("linear.weight", "module")}.get(lacking, ("temperature", lacking))
+    with pytest.raises(BadInput, match=f"{name} is trained, but its {said.replace('parameter', 'module')} is not reg"):
+        new.backward(loss, torch.randn(4, 3))
+
+
+def test_by_shard_gives_a_function_each_shards_rows_alone():
+    """In chunks, so that a long rollout needs no more memory; results in the places of their inputs."""
+    seen, steps = [], CHUNK  # 2 environments of a shard: two chunks
+    obs = torch.randn(steps, 4, 3)
+
+    def function(x):
+        seen.append(len(x))
+        return x.sum(-1), x[:, :2]
+
+    sums, parts = run_of(2).by_shard(function, obs)
+    assert seen == [CHUNK] * 4 and sums.equal(obs.sum(-1)) and parts.equal(obs[..., :2])
+
+
+def test_a_number_without_a_column_is_an_error(tmp_path, monkeypatch):
+    forward = ppo_ddp.PPOLoss.forward
+
+    def with_more(self, mb):
+        loss, stats = forward(self, mb)
+        return loss, stats | {"of_my_own": stats["entropy"]}
+
+    monkeypatch.setattr(ppo_ddp.PPOLoss, "forward", with_more)
+    sizes = {"num_steps": 16, "total_timesteps": 64, "eval_every": 0, "cuda": False}
+    with pytest.raises(KeyError, match="no column losses/of_my_own; add it to COLUMNS"):
+        ppo_ddp.main(ppo_ddp.Args(**sizes, run_dir=str(tmp_path / "a")))
+    monkeypatch.setattr(ppo_ddp, "COLUMNS", (*ppo_ddp.COLUMNS, "losses/of_my_own"))
+    ppo_ddp.main(ppo_ddp.Args(**sizes, run_dir=str(tmp_path / "b")))
 
 
 def test_draws_from_the_default_generator_are_told_once(tmp_path, monkeypatch, capfd):
@@ -218,43 +347,13 @@ def test_draws_from_the_default_generator_are_told_once(tmp_path, monkeypatch, c
     assert len(told) == 1 and told[0].startswith("step 64: something drew") and "docs/modify.md" in told[0]
 
 
-def test_a_rank_of_eight_exchanges_with_its_neighbours_at_growing_distances(monkeypatch):
-    """Rank 3 with 2, then 1, then 7: a binary tree over the numbers of ranks, on all of them at once."""
-    peers, batch = [], dist.batch_isend_irecv
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda both: (peers.append([x.peer for x in both]), batch(both))[1])
-    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
-    try:
-        sum_over_ranks(torch.ones(5), SimpleNamespace(rank=3, world_size=8, memory=None, nccl=True))
-    finally:
-        dist.destroy_process_group()
-    assert peers == [[2, 2], [1, 1], [7, 7]]
-
-
-def test_gradients_of_an_earlier_step_are_refused():
-    """They would be added to a shard's, or replaced."""
-    loss = nn.Linear(2, 1)
-    loss.forward = lambda x: ((x @ loss.weight.T + loss.bias).sum(), {})
-    gradients = Gradients(World(False, 2))
-    gradients.add_loss(loss)
-    gradients.backward(loss, [torch.ones(3, 2)] * 2)
-    with pytest.raises(Fault, match="call optimizer.zero_grad.. before"):
-        gradients.backward(loss, [torch.ones(3, 2)] * 2)
-
-
-def test_an_evaluation_acts_for_one_shard_at_a_time():
-    """Whose observations begin at a multiple of 64 bytes."""
-    seen, addresses = [], set()
-
-    def act(obs):
-        seen.append(len(obs))
-        addresses.add(obs.ctypes.data % 64)
-        return np.zeros(len(obs), int)
-
-    envs = make_envs("CartPole-v1", 1, EVALUATION, range(3), (gym.spaces.Discrete,))
-    envs.shards = [slice(0, 2), slice(2, 3)]
-    evaluate(act, envs, 3, World(False, 2))
-    envs.close()
-    assert seen[:4] == [2, 1, 2, 1] and addresses == {0}
+def test_an_evaluation_acts_for_one_shard_at_a_time(monkeypatch):
+    seen = []
+    monkeypatch.setattr(environments, "MAX_STEPS", 100)
+    args = ppo_ddp.Args(eval_episodes=3, cuda=False)
+    world = World(False, 2)
+    environments.evaluate(lambda obs: (seen.append(len(obs)), np.zeros(len(obs), int))[1], args, world)
+    assert seen[:4] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("offset", range(0, 64, 4))

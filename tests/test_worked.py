@@ -10,10 +10,9 @@ import gymnasium as gym
 import psutil
 import pytest
 import torch
-from test_changes import ACTOR_CRITIC, DISCRETE, REPLAY
+from test_changes import ACTOR_CRITIC, DISCRETE, REPLAY, words_of
 
-from benchmark.compare import compare_models, compare_rows, load
-from runs import PATIENCE, ROOT, wait_until
+from runs import PATIENCE, ROOT, Run, same_run, wait_until
 
 DIFFS = sorted(path.stem for path in (ROOT / "docs" / "changes").glob("*.diff"))
 FLAGS = {"ppo_ddp.py": ACTOR_CRITIC, "dqn_ddp.py": REPLAY | {"env-kwargs": DISCRETE}, "sac_ddp.py": REPLAY}
@@ -33,11 +32,9 @@ def changed(name, tmp_path):
 
 
 def start(tree, script, processes, flags, run_dir):
-    words = [f"--{name} {value}".strip().split(" ", 1) for name, value in flags.items()]
-    words = [word for pair in words for word in pair]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, script, *words, "--save-model", "--run-dir", str(run_dir)]
+    command = [sys.executable, *launch, script, *words_of(flags, run_dir)]
     with open(f"{run_dir}.out", "a") as out:
         return subprocess.Popen(command, cwd=tree, env=env, stdout=out, stderr=out)
 
@@ -75,8 +72,7 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
     assert start(tree, script, 1, flags, runs[2]).wait(PATIENCE) == 0
     assert "going on from" in open(f"{runs[2]}.out").read()
     for other in runs[1:]:
-        a, b = load(runs[0]), load(other)
-        assert not [*compare_rows(a, b), *compare_models(a.model, b.model)]
+        assert same_run(Run(0, "", "", runs[0]), Run(0, "", "", other)) == ""
     if name in USED:
         module, part = USED[name]
         longer = torch.load(runs[0] / "model.pt", weights_only=True)[module]
@@ -87,22 +83,41 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
             assert torch.equal(value, shorter[key]) == key.startswith("target")
 
 
-def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
-    """The same states as when each episode is unrolled alone; and the update unrolls those that acted: its first ratios
-    are 1. Without the reset in either place one of both fails.
-    """
-    tree, script = changed("gru", tmp_path)
-    flags = FLAGS[script] | {"num-minibatches": "1", "update-epochs": "1", "total-timesteps": "128", "eval-every": "0"}
-    assert start(tree, script, 1, flags, tmp_path / "run").wait(PATIENCE) == 0, open(f"{tmp_path / 'run'}.out").read()
-    (row,) = load(tmp_path / "run").rows
-    assert int(row["charts/episodes"]) > 2 and abs(float(row["losses/old_approx_kl"])) < 1e-7
-    spec = importlib.util.spec_from_file_location("gru", tree / script)
-    monkeypatch.setitem(sys.modules, "gru", module := importlib.util.module_from_spec(spec))
+def loaded(tree, script, monkeypatch):
+    """The module of a changed script."""
+    spec = importlib.util.spec_from_file_location("changed", tree / script)
+    monkeypatch.setitem(sys.modules, "changed", module := importlib.util.module_from_spec(spec))
     spec.loader.exec_module(module)
-    agent = module.Agent(gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2))
-    obs, state, dones = torch.rand(2, 9, 3), torch.rand(2, 64), torch.zeros(2, 9, dtype=torch.bool)
-    dones[0, 3] = True
-    states = agent.unroll(obs, state, dones)
-    alone = agent.unroll(obs[:1, 4:], torch.zeros(1, 64), dones[:1, 4:])
-    torch.testing.assert_close(states[0, 4:], alone[0])
-    torch.testing.assert_close(states[1, 4:], agent.unroll(obs[:, 4:], states[:, 3], dones[:, 4:])[1])
+    return module
+
+
+def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
+    """Sequences are unrolled to the values of the steps that acted; after an end they are those of an episode alone."""
+    module = loaded(*changed("gru", tmp_path), monkeypatch)
+    acted, unrolled = [], []
+    forward, evaluate = module.Agent.forward, module.Agent.evaluate
+
+    def watched_forward(self, obs, state):
+        acted.append(forward(self, obs, state))
+        return acted[-1]
+
+    def watched_evaluate(self, *inputs):
+        unrolled.append((*inputs, *evaluate(self, *inputs)))
+        return unrolled[-1][4:]
+
+    with monkeypatch.context() as watch:
+        watch.setattr(module.Agent, "forward", watched_forward)
+        watch.setattr(module.Agent, "evaluate", watched_evaluate)
+        flags = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 128, "eval_every": 0}
+        module.main(module.Args(**flags, cuda=False, run_dir=str(tmp_path / "run")))
+    assert len(acted) == 65  # of the steps, and for the value of what follows
+    obs, actions, dones, state, *_, values = unrolled[0]  # (4, 32, ...): two sequences of each environment
+    assert dones[:, :-1].any() and not state[2:].eq(0).all()
+    of_steps = torch.stack([values for _, values, _ in acted[:64]])
+    torch.testing.assert_close(values.view(2, 2, 32).transpose(1, 2).reshape(64, 2), of_steps)
+    agent = module.Agent(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2))
+    sequence, step = dones[:, :-1].nonzero()[0].tolist()
+    after = [x[[sequence], step + 1 :] for x in (obs, actions, dones)]
+    *_, values = agent.evaluate(obs, actions, dones, state)
+    *_, alone = agent.evaluate(*after, torch.zeros(1, 64))
+    torch.testing.assert_close(values[sequence, step + 1 :], alone[0])
