@@ -1,1 +1,1 @@
-"""Small shared utilities of the four scripts. Copy this folder with a script, or make one file by tools/onefile.py."""
+"""Small shared utilities of the four scripts: copy this folder with a script."""

@@ -12,15 +12,16 @@ from torch import nn
 from common.processes import World
 from common.tensors import default_float, to_tensor
 
+SIMPLE = (nn.Linear, nn.Tanh, nn.ReLU)
 PERIOD = 64  # calls between two comparisons of numpy with the module, the same ones on every process
 
 
 class Policy:
     """The first result of `module` on arrays (n, ...) of this process's environments, each shard's alone.
 
-    numpy computes `layers`, which must come to the same, if they are all Linear, Tanh or ReLU, on the parameters'
-    own memory. The module acts on a GPU, for images and, which `note` says, for all other layers, and where the two
-    are found to differ, as after an edit of its `forward`.
+    numpy computes `layers`, if they are all Linear, Tanh or ReLU, on the parameters' own memory. The module
+    acts for images, on a GPU and, which `note` says, for other layers, and where the two are found to differ,
+    as after an edit of its `forward`.
     """
 
     def __init__(self, module: nn.Module, layers: nn.Module, world: World, note: Callable[[str], None]) -> None:
@@ -42,15 +43,16 @@ class Policy:
         if self.calls % PERIOD == 0:
             self._choose(parts)
         self.calls += 1
-        results = [(self._numpy if simple else self._torch)(x) for x, simple in zip(parts, self.by_numpy, strict=True)]
+        choices = zip(parts, self.by_numpy, strict=True)
+        results = [self._numpy(part) if by_numpy else self._torch(part) for part, by_numpy in choices]
         return results[0] if len(results) == 1 else np.concatenate(results)
 
     def _numpy(self, x: np.ndarray) -> np.ndarray:
         x = x.astype(self.dtype, copy=False)
         for kind, *weights in self.steps:
             if kind is nn.Linear:
-                weight, bias = weights
-                x = x @ weight + bias
+                weight, *bias = weights
+                x = x @ weight + bias[0] if bias else x @ weight
             else:
                 x = np.tanh(x) if kind is nn.Tanh else np.maximum(x, 0.0)
         return x
@@ -64,16 +66,14 @@ class Policy:
         layers = [layer for layer in flattened(self.layers) if type(layer) is not nn.Identity]
         if self.calls == 0:
             simple = self.world.device.type == "cpu" and parts[0].ndim == 2
-            if simple and not all(type(x) in (nn.Linear, nn.Tanh, nn.ReLU) and not has_hooks(x) for x in layers):
+            if simple and not all(type(x) in SIMPLE and not has_hooks(x) for x in layers):
                 simple = self._give_up("its layers are not all Linear, Tanh or ReLU")
             if simple and self._depends_on_others(layers, parts[0]):
                 simple = self._give_up("its result depends on other parameters than its layers'")
             self.by_numpy = [simple] * len(parts)
         if True in self.by_numpy:
-            linear = [layer for layer in layers if type(layer) is nn.Linear]
-            arrays = {x: x.detach().numpy().T for layer in linear for x in layer.parameters()}
-            arrays[None] = 0.0
-            self.steps = [(nn.Linear, arrays[x.weight], arrays[x.bias]) if x in linear else (type(x),) for x in layers]
+            # for each layer its kind, and for Linear weight and bias
+            self.steps = [(type(layer), *(p.detach().numpy().T for p in layer.parameters())) for layer in layers]
         for i, obs in enumerate(parts):
             if self.by_numpy[i] and self._differs(obs):
                 self.by_numpy[i] = self._give_up("its result is not that of its layers, one after another")
@@ -83,14 +83,15 @@ class Policy:
         expected = self._torch(obs)
         result = self._numpy(obs)
         size = np.abs(expected).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
-        return result.shape != expected.shape or bool(np.abs(result - expected).max(initial=0.0) > 1e-4 * size)
+        return result.shape != expected.shape or not np.allclose(result, expected, rtol=0.0, atol=1e-4 * size)
 
     def _depends_on_others(self, layers: list[nn.Module], obs: np.ndarray) -> bool:
-        """Whether the module's result has a gradient for a parameter that no layer has: training may let them part."""
+        """Whether the module's result has a gradient for a parameter that no layer has."""
         own = {p for layer in layers for p in layer.parameters()}
         others = [p for p in self.module.parameters() if p.requires_grad and p not in own]
         result = first_result(self.module(to_tensor(obs))).sum()
-        return bool(others) and any(x is not None for x in torch.autograd.grad(result, others, allow_unused=True))
+        gradients = torch.autograd.grad(result, others, allow_unused=True) if others else ()
+        return any(x is not None for x in gradients)
 
     def _give_up(self, reason: str) -> bool:
         self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")

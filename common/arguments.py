@@ -1,4 +1,4 @@
-"""What a user sets: the flags that all scripts share, types of flags with their ranges, and the command line."""
+"""What a user sets: the flags that all scripts share, their ranges, and the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.processes import BadInput
 
 
 class Range(NamedTuple):
-    """The values of a flag for which `valid` is true (NaN must not be among them), which `needed` describes."""
+    """The values of a flag for which `valid` is true (not for NaN); `needed` describes them."""
 
     valid: Callable[[Any], bool]
     needed: str
@@ -62,15 +62,15 @@ class RunArgs:
     seed: Seed = 1
     """seed of everything random, from 0 to 2**32 - 1"""
     shards: Count | None = None
-    """power of two, such as 8: results are then bit-identical on 1, 2, 4 and 8 processes, but depend on this number"""
+    """power of two, such as 8: results are the same to the bit on 1, 2, 4, 8 processes, and depend on it"""
     checkpoint_every: Period = 0
-    """write a checkpoint, and end all episodes, at each multiple of this many transitions (all ranks); 0: never"""
+    """write a checkpoint, and end all episodes, every so many transitions (all ranks); 0: never"""
     load_model: str | None = None
-    """start from a model.pt (networks, normalisers, SAC's learned alpha); --total-timesteps 0: evaluate it and end"""
+    """start from a model.pt (networks, normalisers, learned alpha); --total-timesteps 0: only evaluate it"""
 
     # evaluation
     eval_every: Period = 50_000
-    """evaluate at each multiple of this many transitions (all ranks), before learning, and at the end; 0: never"""
+    """evaluate every so many transitions (all ranks), before learning, and at the end; 0: never"""
     eval_episodes: Count = 20
     """episodes per evaluation, all ranks; an episode is cut at 27,000 steps"""
     stop_at_return: Return | None = None
@@ -84,9 +84,9 @@ class RunArgs:
     cuda: bool = True
     """use GPUs if there are any"""
     compile: bool = False
-    """compile losses and gradients (CPU: needs g++): 12 to 18 s and 100 MB a rank, then small networks learn faster"""
+    """compile losses and gradients (CPU: needs g++): 12 to 18 s and 100 MB a rank, then faster"""
     num_threads: Whole = 0
-    """threads per rank of torch, Atari and EnvPool; 0: all cores (torch: one, but for large images without --shards)"""
+    """threads per rank; 0: all cores (torch: one, except for large images without --shards)"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
     timeout: Seconds = 600.0
@@ -118,14 +118,16 @@ class RunArgs:
             options = json.loads(self.env_kwargs)
         except ValueError:
             options = None
-        self.require(isinstance(options, dict), "env_kwargs", """a JSON object, such as '{"num_levels": 200}'""")
+        is_object = isinstance(options, dict)
+        self.require(is_object, "env_kwargs", """a JSON object, such as '{"num_levels": 200}'""")
         for name, package in {"track": "wandb", "tensorboard": "tensorboard", "capture_video": "av"}.items():
             missing = getattr(self, name) and find_spec(package) is None
             self.require(not missing, name, f"left off, or first: pip install {package}")
         evaluated = self.eval_every > 0 or (self.stop_at_return is None and not self.capture_video)
         self.require(evaluated, "eval_every", "at least 1 with --stop-at-return or --capture-video")
         self.require(bool(self.run_dir) or not self.resume, "run_dir", "a directory with --resume")
-        self.require(self.checkpoint_every > 0 or not self.resume, "checkpoint_every", "at least 1 with --resume")
+        resumable = self.checkpoint_every > 0 or not self.resume
+        self.require(resumable, "checkpoint_every", "at least 1 with --resume")
 
     def require(self, valid: bool, name: str, needed: str) -> None:
         """Raise `BadInput`, naming the flag of the field `name`, unless `valid`."""
@@ -141,7 +143,8 @@ class RunArgs:
     def require_budget(self, least: int, what: str) -> None:
         """Raise `BadInput` unless --total-timesteps is `least` or more, or 0 to evaluate a loaded model."""
         evaluates = self.load_model is not None and self.total_timesteps == 0 and self.eval_every > 0
-        self.require(evaluates or self.total_timesteps >= least, "total_timesteps", f"at least {least}, {what}")
+        valid = evaluates or self.total_timesteps >= least
+        self.require(valid, "total_timesteps", f"at least {least}, {what}")
 
     def as_json(self) -> dict[str, Any]:
         """All flags as they are read back from config.json."""
@@ -158,16 +161,13 @@ def flag(name: str) -> str:
 
 
 def parse(args_type: type[RunArgs], words: list[str] | None = None) -> RunArgs:
-    """The command line, or `words`, as an instance of `args_type`; --help shows its flags under the titles of `GROUPS`.
-
-    Raises `BadInput` for a switch that is given a value.
-    """
+    """The command line, or `words`, as an instance of `args_type`; --help has the titles of `GROUPS`."""
     fields = dataclasses.fields(args_type)
     words = sys.argv[1:] if words is None else words
     switches = {flag(field.name) for field in fields if field.type in (bool, "bool")}
     for name, value in pairwise(part for word in words for part in word.split("=", 1)):
         if name.replace("_", "-").replace("--no-", "--") in switches and not value.startswith("-"):
-            raise BadInput(f"{name} {value}: takes no value; write {name} or {name.replace('--', '--no-', 1)}.")
+            raise BadInput(f"{name} {value}: takes no value; write --flag or --no-flag.")
     all_names = {field.name for field in fields}
     groups = {title: all_names.intersection(names.split()) for title, names in GROUPS.items()}
     groups["algorithm"] = all_names.difference(*groups.values())
@@ -176,7 +176,9 @@ def parse(args_type: type[RunArgs], words: list[str] | None = None) -> RunArgs:
         hidden = [field for field in fields if field.name not in names]
         hidden = [(field.name, Any, dataclasses.field(default=field.default, init=False)) for field in hidden]
         unchecked = {"__post_init__": lambda self: None}
-        boxes.append((title, dataclasses.make_dataclass(title, hidden, bases=(args_type,), namespace=unchecked)))
+        box = dataclasses.make_dataclass(title, hidden, bases=(args_type,), namespace=unchecked)
+        boxes.append((title, box))
     config = (tyro.conf.OmitArgPrefixes,)
     parsed = tyro.cli(dataclasses.make_dataclass("Flags", boxes), args=words, config=config)
-    return args_type(**{name: getattr(getattr(parsed, title), name) for title in groups for name in groups[title]})
+    values = {name: getattr(getattr(parsed, title), name) for title in groups for name in groups[title]}
+    return args_type(**values)

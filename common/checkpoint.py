@@ -1,9 +1,9 @@
-"""Checkpoints: a killed run goes on, on any number of processes, and ends in the bytes of one that never stopped.
+"""Checkpoints: a killed run goes on, on any number of processes, to the bytes of one that never stopped.
 
-A simulator cannot be saved in general. So a checkpoint also ends all running episodes, as truncations, and all
-environments start anew from other seeds, in an undisturbed run too: "go on" and "never stopped" are one program.
-`checkpoints/{global_step}` in the run directory holds state.pt (what is equal on all ranks) and a file for each shard
-of a replay buffer. It gets its name when it is complete.
+A simulator cannot be saved in general. So a checkpoint also truncates all running episodes, and all
+environments start anew from other seeds, in an undisturbed run too. `checkpoints/{global_step}` in the run
+directory holds state.pt (what is equal on all ranks) and a file for each shard of a replay buffer. It gets
+its name when it is complete.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Checkpoints:
         self.replay = replay
         self.state = {**state, "torch": torch.default_generator}
         if world.world_size > 2 and not world.sharded:
-            # three ranks' numbers are added in an order that moves with DDP's buckets, which each start lays out anew
+            # three ranks' numbers are added in an order that moves with DDP's buckets, laid out at each start
             raise BadInput(f"--shards: must be set with --checkpoint-every on {world.world_size} processes.")
         self.dir = world.gather_objects(logger.dir)[0] / "checkpoints"  # collective: rank 0's
         if not all(world.gather_objects(self.dir.parent.exists())):  # collective
-            raise BadInput(f"--run-dir {self.dir.parent}: is not there for all ranks, which must share a file system.")
+            raise BadInput(f"--run-dir {self.dir.parent}: must be on a file system that all ranks share.")
 
     def read_newest(self) -> dict[str, Any]:
-        """Go on from the newest checkpoint that can be read -> what it says of the run; nothing if there is none."""
+        """Go on from the newest checkpoint that can be read -> what it says of the run, maybe nothing."""
         steps = sorted((int(path.name) for path in self.dir.glob("*") if path.name.isdecimal()), reverse=True)
         steps = self.world.gather_objects(steps)[0]  # collective
         for step in steps:
@@ -63,7 +63,7 @@ class Checkpoints:
                 return saved["run"]
             self.logger.note(f"{folder}: cannot be read ({faults[0]}); looking for an older checkpoint")
         if steps:
-            raise BadInput(f"--resume: {self.dir} holds no checkpoint that can be read; name another --run-dir.")
+            raise BadInput(f"--resume: no checkpoint in {self.dir} can be read; name another --run-dir.")
         return {}
 
     def write(self, global_step: int, number: int) -> None:
@@ -81,7 +81,8 @@ class Checkpoints:
                 self.world.feed()
             if self.world.rank == 0:
                 saved = {name: state_of(value) for name, value in self.state.items()}
-                saved["run"] = {"global_step": global_step, "num_checkpoints": number, "logger": self.logger.state()}
+                saved["run"] = {"global_step": global_step, "num_checkpoints": number}
+                saved["run"]["logger"] = self.logger.state()
                 saved["replay"] = state_of(self.replay)
                 write_whole(part / "state.pt", partial(torch.save, saved))
         except (OSError, RuntimeError) as error:  # torch raises its own for a full disk's
@@ -114,7 +115,8 @@ def load_model(args: RunArgs, state: dict[str, Any]) -> None:
         raise BadInput(f"--load-model {path}: cannot be read ({type(error).__name__}).") from error
     for name in ("network", "dueling", "scale_pixels", "norm_obs", "norm_reward"):
         if name in trained and hasattr(args, name):
-            args.require(getattr(args, name) == trained[name], name, f"{trained[name]} with --load-model {path}")
+            same = getattr(args, name) == trained[name]
+            args.require(same, name, f"{trained[name]} with --load-model {path}")
     fixed = [name for name, x in state.items() if isinstance(x, torch.Tensor) and not x.requires_grad]
     wanted = {name: x for name, x in for_model(state).items() if name not in fixed}
     restore(wanted, model, f"--load-model {path} (of {trained['env_id']})")

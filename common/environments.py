@@ -26,7 +26,7 @@ EVALUATION_BOUNDARY = 100  # steps of an evaluation
 
 
 def environment_seeds(seed: int, domain: int, indices: Sequence[int], checkpoint: int = 0) -> list[int]:
-    """One seed for each global index, so that runs share no streams; in training others after a `checkpoint`."""
+    """One seed for each global index: runs share no streams. Training has others after a `checkpoint`."""
     words = [RESTART, checkpoint] if checkpoint and domain == TRAINING else [domain]
     seeds = [np.random.SeedSequence([seed, *words, i]).generate_state(1)[0] for i in indices]
     return [int(x) >> 1 for x in seeds]  # 31 bits: what every simulator takes
@@ -35,9 +35,9 @@ def environment_seeds(seed: int, domain: int, indices: Sequence[int], checkpoint
 class Environments:
     """This rank's environments, each with a global index and a seed of its own.
 
-    `parts`: the global indices of each shard; `shards`: the same in local ones. Images are (channels, height, width),
-    vectors floats. `atari`: Atari games, with `stack` frames in an observation, oldest first. `finished`: (return,
-    length, local environment) of episodes that ended. Raises `BadInput` naming --env-id or --env-kwargs.
+    `parts`: the global indices of each shard; `shards`: the same in local ones. Images are (channels, height,
+    width), vectors floats. `atari`: games, with `stack` frames in an observation, oldest first. `finished`:
+    (return, length, local environment) of episodes that ended. Raises `BadInput` naming --env-id.
     """
 
     def __init__(self, args: Any, domain: int, parts: list[range], world: World) -> None:
@@ -75,7 +75,7 @@ class Environments:
             raise BadInput(f"{flags}: {one_line(error)}") from error
 
     def reset(self, checkpoint: int = 0) -> np.ndarray:
-        """Start an episode in every environment -> observations (n, *shape). `checkpoint`: the last one's number.
+        """Start an episode in every environment -> observations (n, *shape). `checkpoint`: the last one's.
 
         The first time takes what is there, later ones make all simulators anew: some keep hidden state.
         """
@@ -114,7 +114,7 @@ class Environments:
         return self._converted(obs), rewards, terminations, truncations, infos
 
     def for_simulator(self, actions: np.ndarray) -> np.ndarray:
-        """Actions (n,) from 0 -> from the space's start; (n, d) -> in its shape, clipped; both of its type."""
+        """Actions (n,) from 0, or (n, d) -> as the space has them: its start, shape, type and bounds."""
         space = self.single_action_space
         if isinstance(space, gym.spaces.Discrete):
             return (actions + space.start).astype(space.dtype, copy=False)
@@ -138,7 +138,7 @@ class Environments:
         return ended
 
     def pop_sums(self) -> np.ndarray:
-        """For each shard (num_shards here, 3): returns, lengths and number of its episodes since the last call."""
+        """For each shard (number here, 3): returns, lengths, number of its episodes since the last call."""
         sums = np.zeros((len(self.shards), 3))
         for episode_return, length, i in self.finished:
             shard = next(k for k, envs in enumerate(self.shards) if i < envs.stop)
@@ -162,7 +162,8 @@ class Environments:
         for i, value in enumerate(values, first):
             if not np.isfinite(value).all():
                 name = "environment" if self.domain == TRAINING else "evaluation episode"
-                raise FloatingPointError(f"{name} {self.indices[i]}, its step {self.steps}: {what} is not finite")
+                where = f"{name} {self.indices[i]}, its step {self.steps}"
+                raise FloatingPointError(f"{where}: {what} is not finite")
 
 
 def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: bool = False) -> VectorEnv:
@@ -185,7 +186,7 @@ def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: boo
             "life_loss_info": life_loss,
             "reward_clipping": False,  # statistics count the score; scripts take the sign
         }
-        options = {"repeat_action_probability": 0.0} | options  # as in the published results for NoFrameskip-v4
+        options = {"repeat_action_probability": 0.0} | options  # as in NoFrameskip-v4's published results
         if draws:
             options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
         return gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point", **own, **options)
@@ -274,10 +275,10 @@ class Episode(NamedTuple):
 def evaluate(
     act: Callable[[np.ndarray], np.ndarray], args: Any, world: World
 ) -> tuple[dict[str, float], Episode | None]:
-    """Play --eval-episodes, each from its own seed, always the same -> a row of means and seconds; and the first.
+    """Play --eval-episodes, each from its own seed, always the same -> a row of means; and the first, to film.
 
-    `act` maps a shard's observations (n, *shape) to actions. Shard s plays the episodes e with e mod the number of
-    shards = s. An episode of `MAX_STEPS` counts as it stands. A stop request cuts it short (`world.stop`).
+    `act` maps a shard's observations (n, *shape) to actions. Shard s plays the episodes e with e mod the number
+    of shards = s. An episode of `MAX_STEPS` counts as it stands. A stop request cuts it short (`world.stop`).
     """
     start = time.perf_counter()
     episodes = args.eval_episodes

@@ -38,7 +38,7 @@ DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed
 
 
 class Logger:
-    """Writes `config.json`, `changes.diff` and `metrics.csv`, prints progress, sends rows to wandb and TensorBoard.
+    """Writes config.json, changes.diff, metrics.csv; prints progress; sends rows to wandb and TensorBoard.
 
     `script`: its path; `columns`: its own. `dir`: the run directory, on rank 0. Raises `BadInput`, naming the
     flag, for a directory that holds another run, is being written or cannot be.
@@ -71,7 +71,7 @@ class Logger:
             fault = "another process is writing there; end it, or name another"
             raise BadInput(f"--run-dir {self.dir}: {fault}.") from error
         except OSError as error:
-            raise BadInput(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}); name another.") from error
+            raise BadInput(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}).") from error
         config = self.dir / "config.json"
         self.record = run_record(args, self.script, self.columns, self.world)
         resumed = args.resume and config.exists()
@@ -106,7 +106,8 @@ class Logger:
                 settings=wandb.Settings(finish_timeout=10.0),  # seconds; `wandb sync` sends the rest
             )
         except Exception as error:  # wandb's own, and those of its settings
-            raise BadInput(f"--track: {one_line(error)}; run `wandb login`, or set WANDB_MODE=offline.") from error
+            advice = "run `wandb login`, or set WANDB_MODE=offline"
+            raise BadInput(f"--track: {one_line(error)}; {advice}.") from error
         id_file.write_text(self.wandb.id)
 
     def start(self, state: dict[str, float] | None) -> None:
@@ -147,10 +148,9 @@ class Logger:
         return {"step": step, "length": self.csv.stat().st_size, "wall": wall, "evaluated": self.evaluated}
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
-        """Write a row: columns and their numbers, the rest stays blank. Every rank must call with the same losses.
+        """Write a row: columns and their numbers, the rest stays blank. Every rank must call, with equal losses.
 
-        Raises `KeyError` for a name that `columns` lack and, after the row, `FloatingPointError` for a loss that is
-        not finite.
+        Raises `KeyError` for a name that `columns` lack; after the row, `FloatingPointError` for an infinite loss.
         """
         for name in row:
             if name not in self.columns:
@@ -159,13 +159,14 @@ class Logger:
             self._write({"global_step": global_step} | row)
         for name, value in row.items():
             if name.startswith("losses/") and not math.isfinite(value):
-                raise FloatingPointError(f"step {global_step}: {name} is not finite; try a lower learning rate")
+                advice = "try a lower learning rate"
+                raise FloatingPointError(f"step {global_step}: {name} is not finite; {advice}")
 
     def _write(self, row: dict[str, float | int]) -> None:
         step = row["global_step"]
         if self.rng_state is not None and not torch.get_rng_state().equal(self.rng_state):
             self.rng_state = None
-            fault = "something drew from torch's default generator, so the numbers depend on the number of processes"
+            fault = "something drew from torch's default generator, which each process has for itself"
             self.note(f"step {step}: {fault}; draw as rule 2 of docs/modify.md says")
         row["time/wall"] = time.perf_counter() - self.begun
         if "time/eval" in row:
@@ -248,7 +249,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any] | None = None, text
 
 
 def git(script: Path, *words: str) -> str:
-    """What `git` prints in the script's folder; nothing if it is missing, or the folder is in no repository."""
+    """What `git` prints in the script's folder; nothing without git or a repository."""
     with suppress(OSError):
         command = ["git", "-C", str(script.absolute().parent), *words]
         return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
@@ -275,9 +276,9 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
         "device": device,
         "instructions": torch.backends.cpu.get_cpu_capability(),  # such as AVX512
         "threads": torch.get_num_threads(),
-        "blas": sorted(f"{x['internal_api']} {x['version']} {x.get('architecture')} {x['num_threads']}" for x in blas),
+        "blas": sorted(f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in blas),
         "commit": commit,
-        "changed": bool(git(script, "status", "--porcelain", "--", script.name, "common")) if commit else None,
+        "changed": commit and bool(git(script, "status", "--porcelain", "--", script.name, "common")),
         "versions": versions,
     }
 
@@ -290,11 +291,12 @@ def processor() -> str:
 
 
 def require_same_run(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `BadInput`, naming the flag, unless the run that `now` describes may go on with the one before."""
+    """Raise `BadInput`, naming the flag, unless the run that `now` describes may go on with `before`."""
     if before["script"] != now["script"] or before["columns"] != now["columns"]:
-        raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or one with other COLUMNS; name another.")
+        raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or with other COLUMNS; name another.")
     for name, value in now["args"].items():
         if name not in MAY_CHANGE_ON_RESUME and value != before["args"].get(name, value):
-            raise BadInput(f"{flag(name)} {value}: must be {before['args'][name]} to go on with this --run-dir.")
+            raise BadInput(f"{flag(name)} {value}: must be {before['args'][name]} to go on with --run-dir.")
     if now["args"]["shards"] is None and before["world_size"] != now["world_size"]:
-        raise BadInput(f"--shards: was left out, so the run goes on on {before['world_size']} process(es) only.")
+        needed = f"set from the start to go on on another number of processes than {before['world_size']}"
+        raise BadInput(f"--shards: must be {needed}.")

@@ -74,9 +74,9 @@ class RunningMoments:
 def discounted_returns(
     rewards: np.ndarray, dones: np.ndarray, gamma: float, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums R_t = gamma R_{t-1} + r_t since the episode's start: (T, n) -> (T, n). Their deviation scales rewards.
+    """Sums R_t = gamma R_{t-1} + r_t since the episode's start, (T, n): their deviation scales rewards.
 
-    `dones` (T, n): a sum ends after that step. `before` (n,): R of the step before; also returned, for the next.
+    `dones` (T, n): a sum ends after that step. `before` (n,): R of the step before. Returns the next one too.
     """
     returns = np.empty(rewards.shape)
     for step in range(len(rewards)):

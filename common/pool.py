@@ -14,18 +14,18 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 class Pool(VectorEnv):
     """EnvPool environments that reset in the step that ends an episode, each from a seed of its own.
 
-    EnvPool takes seeds only when it makes environments, so `reset` makes them anew. A dictionary of vectors and
-    numbers is observed as one vector, in the order of its keys. `game_over` in the infos shows where an Atari game
-    ended; with `life_loss` a lost life terminates. Raises `gym.error.Error` for a task that EnvPool cannot make.
+    EnvPool takes seeds only when it makes environments, so `reset` makes them anew. A dictionary is observed as
+    one vector. `game_over` in the infos shows where an Atari game ended; with `life_loss` a lost life
+    terminates. Raises `gym.error.Error` for a task that EnvPool cannot make.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(self, task: str, num_envs: int, num_threads: int, life_loss: bool, options: dict[str, Any]) -> None:
+    def __init__(self, task: str, num_envs: int, threads: int, life_loss: bool, options: dict[str, Any]) -> None:
         import envpool
 
         self.num_envs = num_envs
-        self.make = partial(envpool.make_gymnasium, task, num_threads=min(num_threads, num_envs), **options)
+        self.make = partial(envpool.make_gymnasium, task, num_threads=min(threads, num_envs), **options)
         try:
             one = self.make(num_envs=1, seed=[0])
         except (AssertionError, RuntimeError) as error:

@@ -48,8 +48,8 @@ def one_line(text: object) -> str:
 class World:
     """This rank among the ranks of a run.
 
-    With --shards there are `num_shards` groups of environments, and a rank holds those numbered `shards`; without,
-    each rank is one. `cores`: of this rank. `stop`: 0, or the signal that some rank had received by the last `gather`.
+    There are `num_shards` groups of environments, one for each rank without --shards; `shards`: this rank's.
+    `cores`: of this rank. `stop`: 0, or the signal that some rank had received by the last `gather`.
     Raises `BadInput` for a number of shards that cannot be shared out.
     """
 
@@ -63,7 +63,7 @@ class World:
         powers = self.num_shards.bit_count() == 1 and self.world_size.bit_count() == 1
         if self.sharded and not (powers and self.num_shards >= self.world_size):
             needed = f"a power of two, such as {2 ** (max(shards, self.world_size) - 1).bit_length()}"
-            raise BadInput(f"--shards {shards}: must be {needed}, as the number of processes, and no less than it.")
+            raise BadInput(f"--shards {shards}: must be {needed}; so must the number of processes, at most that.")
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self.cores = max(1, cores // self.local_world_size)
@@ -125,17 +125,18 @@ class World:
         if self.world_size > 1:
             # torch says who is missing before the watchdog does
             store, *_ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=0.8 * self.timeout)))
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it holds the keys of earlier attempts
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # earlier attempts' keys are there
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.deterministic = True
-            torch.set_float32_matmul_precision("highest")  # whatever the environment says; convolutions may take TF32
+            torch.set_float32_matmul_precision("highest")  # whatever the environment says
             torch.backends.cudnn.allow_tf32 = True
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # the sums of NVLink switches have no fixed order
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         limit = datetime.timedelta(seconds=2 * self.timeout)  # the watchdog, which shows stacks, comes first
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
+        place = {"rank": self.rank, "world_size": self.world_size}
+        dist.init_process_group(backend, store=store, timeout=limit, **place)
         if self.world_size > 1 and self.device.type == "cpu":
             self.memory = share_memory(self.rank, self.world_size)  # collective
 
@@ -157,7 +158,7 @@ class World:
             faulthandler.dump_traceback_later(self.timeout, exit=True)
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
-        """K numbers of every rank -> (world_size, K) float64, the same on all ranks; shares stop requests too."""
+        """K numbers of every rank -> (world_size, K) float64, equal on all ranks. Shares stop requests too."""
         local = np.append(np.asarray(values, dtype=np.float64), self.signum)
         table = local[None]
         if self.memory and local.nbytes <= SLOT:
@@ -208,7 +209,7 @@ def set_up_processor() -> None:
     threadpool_limits(1, "blas")  # products that are split over threads round differently
     # processors are slow with numbers nearer to 0 than 1e-38, and Adam's averages for dead units become such
     torch.set_flush_denormal(True)
-    with suppress(AttributeError, OSError, TypeError):  # no glibc; else it keeps freed blocks: new pages cost time
+    with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed blocks: new pages cost time
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
             mallopt(-1, 2**30)  # M_TRIM_THRESHOLD

@@ -20,7 +20,7 @@ from common.arguments import RunArgs
 from common.encoders import is_large
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
-from common.processes import BadInput, Stopped, World, set_up_processor
+from common.processes import BadInput, Stopped, World, one_line, set_up_processor
 from common.shards import Gradient
 from common.tensors import check_equal, for_model, state_of, upload
 
@@ -36,8 +36,8 @@ def crossed(period: int, before: int, now: int) -> bool:
 class Run:
     """One run of a script, on this rank. Every rank must call each method.
 
-    `needs_reset`: at the beginning and after each checkpoint, until `reset_environments` is called. `global_step`:
-    transitions of all ranks at the last call of `evaluate_and_checkpoint`; `last_step`: at the end of the run.
+    `needs_reset`: at the beginning and after each checkpoint, until `reset_environments` is called.
+    `global_step`: transitions of all ranks at the last call of `evaluate_and_checkpoint`.
     """
 
     def __init__(self, args: RunArgs, world: World, envs: Environments, logger: Logger) -> None:
@@ -51,7 +51,7 @@ class Run:
         self.policies: list[Policy] = []
         self.gradients: dict[nn.Module, Gradient] = {}
         self.reported: list[list[dict[str, torch.Tensor]]] = []  # by losses, what is not yet in the sums
-        self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what they reported, for the next row
+        self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what was reported
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()  # by column
         self.updating = False
@@ -65,15 +65,14 @@ class Run:
     def register(self, replay: Any = None, **state: Any) -> None:
         """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
 
-        It is compared at evaluations, checkpoints and the end, saved in checkpoints and, except optimisers and
-        generators, in model.pt.
-        Of `replay`, a buffer, each rank has, and saves, a part of its own.
+        It is compared at evaluations, checkpoints and the end, and saved in checkpoints and, except optimisers
+        and generators, in model.pt. Of `replay`, a buffer, each rank has, and saves, a part of its own.
         """
         self.state |= state
         self.replay = self.replay if replay is None else replay
 
     def policy(self, module: nn.Module, layers: nn.Module) -> Policy:
-        """What acts in rollouts: the first result of `module`, by numpy where `layers` are simple and come to it."""
+        """What acts in rollouts: the first result of `module`, by numpy where `layers` are simple."""
         self.policies.append(Policy(module, layers, self.world, self.logger.note))
         return self.policies[-1]
 
@@ -83,19 +82,20 @@ class Run:
 
     @torch.no_grad()
     def by_shard(self, function: Callable[..., tuple], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """A function of rows (b, ...) -> its results for (T, n, ...), each shard's alone, without gradients."""
+        """A function of rows (b, ...) -> its results for (T, n, ...), each shard alone, without gradients."""
         of_shards = []
         for shard in self.envs.shards:
             rows = [x[:, shard].flatten(0, 1).split(CHUNK) for x in tensors]
             results = [function(*chunk) for chunk in zip(*rows, strict=True)]
-            of_shards.append([torch.cat(x).unflatten(0, (len(tensors[0]), -1)) for x in zip(*results, strict=True)])
+            results = [torch.cat(x).unflatten(0, (len(tensors[0]), -1)) for x in zip(*results, strict=True)]
+            of_shards.append(results)
         return [torch.cat(x, 1) for x in zip(*of_shards, strict=True)]
 
     def backward(self, loss: nn.Module, *inputs: Any, sizes: list[int] | None = None) -> dict[str, torch.Tensor]:
         """Run a loss and its backward; set `.grad` to the mean over all shards of all ranks.
 
         `inputs`: nested tensors (b, ...), one shard's rows after another's: `sizes` each, or equally many.
-        Returns what the loss reports, by name: scalars as (number of shards here,), and what is (b,) as (b,) again.
+        Returns what the loss reports, by name: scalars as (number of shards here,), and (b,) as (b,) again.
         A row of metrics.csv has the means of the scalars.
         """
         if not self.updating:
@@ -110,7 +110,8 @@ class Run:
             sizes = [len(rows) // k] * k
         stats = self.gradients[loss](inputs, sizes)  # collective
         self.world.feed()
-        self.reported.append([{name: x for name, x in of_shard.items() if x.dim() == 0} for of_shard in stats])
+        scalars = [name for name, x in stats[0].items() if x.dim() == 0]
+        self.reported.append([{name: of_shard[name] for name in scalars} for of_shard in stats])
         if len(self.reported) == 16:  # keeping more tensors until the row would fragment memory
             self._sum_reported()
         if len(stats) == 1:
@@ -118,7 +119,7 @@ class Run:
         return {name: torch.cat([of_shard[name].reshape(-1) for of_shard in stats]) for name in stats[0]}
 
     def _compiles(self, sizes: list[int] | None) -> bool:
-        """--compile, except where a shard's part of a batch changes its size: each size would be compiled anew."""
+        """--compile, except where a shard's part of a batch changes its size, each compiled anew."""
         if not self.args.compile or sizes is None or self.world.num_shards == 1:
             return self.args.compile
         equal = self.args.batch_size % self.world.num_shards == 0 and not self.replay.alpha
@@ -163,9 +164,9 @@ class Run:
 
             load_model(args, self.state)
         self.logger.start(saved.get("logger"))
-        through = "shared memory" if self.world.memory else "sockets"
-        processes = f"{self.world.world_size} processes through {through}" if self.world.world_size > 1 else "1 process"
-        self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}, {self.device}")
+        through = f" through {'shared memory' if self.world.memory else 'sockets'}" * (self.world.world_size > 1)
+        processes = f"{self.world.world_size} process(es){through}, {self.device}"
+        self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}")
         if args.eval_every and not self.global_step:
             self._evaluate()  # collective
             if self.world.stop:
@@ -180,17 +181,18 @@ class Run:
         return self.envs.reset(self.num_checkpoints)
 
     def row_due(self, global_step: int, log_every: int) -> bool:
-        """Whether to log a row: at multiples of `log_every`, before a checkpoint, at the end. Call at each step."""
+        """Whether to log a row: every `log_every`, before a checkpoint, at the end. Call at each step."""
         before = self.global_step
         self.lap("time/update" if self.updating else "time/rollout")
         self.updating = False
         if crossed(STOP_PERIOD, before, global_step):
             self.world.poll_stop()  # collective
-        ends = global_step == self.last_step or self.world.stop
-        return ends or any(crossed(period, before, global_step) for period in (log_every, self.args.checkpoint_every))
+        if global_step == self.last_step or self.world.stop:
+            return True
+        return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
 
     def log(self, global_step: int, more: dict[str, float]) -> None:
-        """Write a row: means over all ranks of what losses reported and of finished episodes; `more` columns."""
+        """Write a row: means over all ranks of what losses reported and of ended episodes; `more` columns."""
         self.lap("time/update" if self.updating else "time/rollout")
         self._sum_reported()
         sums = np.hstack([self.envs.pop_sums(), [[*of_shard.values()] for of_shard in self.sums]])
@@ -227,7 +229,7 @@ class Run:
     def evaluate_and_checkpoint(self, global_step: int, may_checkpoint: bool = True) -> bool:
         """Evaluate and write a checkpoint where these are due -> whether the run is to end.
 
-        `may_checkpoint`: False while the script holds data that a checkpoint would lack; a due one then waits.
+        `may_checkpoint`: False while the script holds data that a checkpoint would lack; a due one waits.
         """
         args = self.args
         before = self.global_step
@@ -275,7 +277,8 @@ def open_run(
 ) -> Iterator[Run]:
     """Open the environments, the run directory, with the script's own `columns`, and the process group."""
     world = World(args.cuda, args.shards)
-    args.require_multiple("num_envs", world.num_shards, "--shards" if world.sharded else "the number of processes")
+    divisor = "--shards" if world.sharded else "the number of processes"
+    args.require_multiple("num_envs", world.num_shards, divisor)
     size = args.num_envs // world.num_shards
     parts = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     set_up_processor()
@@ -284,7 +287,8 @@ def open_run(
         integers = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
         if integers or not isinstance(space, action_spaces):
             names = " or ".join(kind.__name__ for kind in action_spaces)
-            raise BadInput(f"--env-id {args.env_id}: its actions must be {names} (a Box of floats), not {space}.")
+            needed = f"{names} (a Box of floats), not {one_line(space)}"
+            raise BadInput(f"--env-id {args.env_id}: its actions must be {needed}.")
         parallel = is_large(envs.single_observation_space) and not world.sharded
         torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))
         with Logger(args, Path(script), columns, world) as logger, world.open(args.timeout):

@@ -1,8 +1,8 @@
 """Shards: groups of environments, whose arithmetic is the same on any number of processes.
 
-Sums and products round differently in arrays of another shape. So networks run on each shard's numbers alone, and
-sums over shards have one order: gradients are added along a binary tree, all else along a table of all shards
-(`World.gather_shards`). Without `--shards` each process is one shard.
+Sums and products round differently in arrays of another shape. So networks run on each shard's numbers
+alone, and sums over shards have one order: gradients are added along a binary tree, all else along a table
+of all shards (`World.gather_shards`). Without `--shards` each process is one shard.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from common.processes import BadInput, World, one_line
 class Gradient:
     """Runs a loss and its backward on a batch; leaves in `.grad` the mean over all shards of all ranks.
 
-    `loss`: a module, or DDP around it, which returns the loss and a dict of tensors. DDP averages over ranks by
-    itself or, if there are shards or shared memory, by the communication hook `_average`. `compiles`: whether to
-    compile loss and gradient into one graph; where that fails, `note` says why.
+    `loss`: a module, or DDP around it, which returns the loss and a dict of tensors. DDP averages over ranks
+    itself or, if there are shards or shared memory, by the communication hook `_average`. `compiles`: loss and
+    gradient, into one graph; where that fails, `note` says why.
     Raises `BadInput` for a module that would make the result depend on the number of processes.
     """
 
@@ -39,7 +39,7 @@ class Gradient:
         if world.num_shards > 1:
             require_same_on_any_process(self.bare)
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # gradients of this rank's shards but the last
+        self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # this rank's shards but the last
         if self.ddp and (world.sharded or world.memory):
             self.ddp.register_comm_hook(None, self._average)
 
@@ -50,10 +50,7 @@ class Gradient:
         self.gradient = gradient
 
     def __call__(self, inputs: Any, sizes: list[int]) -> list[dict[str, torch.Tensor]]:
-        """Inputs: nested tensors (b, ...), of which each shard has `sizes` rows -> what the loss reports for each.
-
-        Every rank must call.
-        """
+        """Nested tensors (b, ...), `sizes` rows of each shard -> what the loss reports for each. Collective."""
         parts = split(inputs, sizes)
         if self.compiles:
             self._compile(parts[0])  # collective
@@ -61,7 +58,7 @@ class Gradient:
         results = []
         for part in parts[:-1] if by_ddp else parts:
             result = self.gradient(*part)
-            if self.compiled and self.parameters[0].is_cuda:  # CUDA graphs write the next one to the same memory
+            if self.compiled and self.parameters[0].is_cuda:  # CUDA graphs write there again
                 result = tree_map(torch.clone, result)
             results.append(result)
         all_stats = [stats for _, stats in results]
@@ -91,8 +88,9 @@ class Gradient:
         buffer = bucket.buffer()
         if self.earlier:
             parameters = bucket.parameters()
-            gradients = bucket.gradients()  # contiguous, though the bucket keeps each parameter's order of axes
-            gradients = [x.as_strided(p.shape, p.stride()) for x, p in zip(gradients, parameters, strict=True)]
+            # contiguous views, though the bucket keeps each parameter's order of axes
+            views = zip(bucket.gradients(), parameters, strict=True)
+            gradients = [x.as_strided(p.shape, p.stride()) for x, p in views]
             shards = [[shard[p] for p in parameters] for shard in self.earlier]
             torch._foreach_copy_(gradients, tree_sum([*shards, gradients]))
         sum_over_ranks(buffer, self.world)  # collective
@@ -104,7 +102,7 @@ class Gradient:
     def _compile(self, inputs: Any) -> None:
         """Compile for inputs like these; where that fails on any rank, go on without."""
         self.compiles = False
-        # CUDA graphs, as by the mode "reduce-overhead"; and kernels that no timing chooses, on each rank alike
+        # CUDA graphs, and kernels that no timing chooses, on each rank alike
         options = {"triton.cudagraphs": True, "deterministic": True} if self.parameters[0].is_cuda else None
         torch._dynamo.config.trace_autograd_ops = True  # `backward` in a graph may not set `.grad`
         compiled = torch.compile(self.gradient, fullgraph=True, dynamic=False, options=options)
@@ -122,7 +120,7 @@ class Gradient:
 
 
 def split(nest: Any, sizes: list[int]) -> list[Any]:
-    """Nested tensors (b, ...) -> the same of each shard, in memory of its own: kernels may round by address."""
+    """Nested tensors (b, ...) -> each shard's, in memory of its own: kernels may round by address."""
     if len(sizes) == 1:
         return [nest]
     leaves, spec = tree_flatten(nest)

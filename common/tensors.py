@@ -31,9 +31,9 @@ def to_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def upload(nest: Any, device: torch.device) -> Any:
-    """Nested tuples, lists and dicts with arrays -> the same with tensors on `device`, floats in torch's default type.
+    """Nested tuples, lists and dicts with arrays -> the same with tensors on `device`.
 
-    A GPU gets all of them in one copy, for which this process need not wait.
+    Floats in torch's default type. A GPU gets all in one copy, for which this process need not wait.
     """
     nest = tree_map_only(np.ndarray, to_tensor, nest)
     if device.type == "cpu":
@@ -69,11 +69,11 @@ def restore(state: dict[str, Any], saved: dict[str, Any], source: str) -> None:
                 value.load_state_dict(saved[name])
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
             reason = one_line(error)
-            raise BadInput(f"{source}: does not fit what this script registers as {name} ({reason}).") from error
+            raise BadInput(f"{source}: does not fit this script's {name} ({reason}).") from error
 
 
 def check_equal(step: int, state: dict[str, Any], world: World) -> None:
-    """Raise `RuntimeError`, naming tensor, rank and step, unless `state` is bit-identical on all ranks. Collective."""
+    """Raise `RuntimeError`, naming tensor, rank and step, unless `state` is equal on all ranks. Collective."""
     if world.world_size == 1:
         return
     digests = {}
@@ -91,4 +91,5 @@ def check_equal(step: int, state: dict[str, Any], world: World) -> None:
 
 def for_model(state: dict[str, Any]) -> dict[str, Any]:
     """What of a run's state goes into model.pt: all except optimisers and generators."""
-    return {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}
+    trains = torch.optim.Optimizer | torch.Generator
+    return {name: x for name, x in state.items() if not isinstance(x, trains)}

@@ -1,6 +1,6 @@
-"""`--capture-video`: the first episode of an evaluation, played again from its seed and its actions, as a film.
+"""`--capture-video`: an evaluation's first episode, played again from its seed and its actions, as a film.
 
-Played again, so that the evaluation itself is the same with and without, whatever drawing does to a simulator.
+Played again, so that drawing, whatever it does to a simulator, does not change the evaluation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
     ale = args.env_id.startswith("ALE/")
     deadline = time.monotonic() + args.timeout / 2
     total = 0.0
-    with closing(make_vec(args, 1, threads=1, life_loss=False, draws=True)) as env, av.open(part, "w") as file:
+    envs = make_vec(args, 1, threads=1, life_loss=False, draws=True)
+    with closing(envs) as env, av.open(part, "w") as file:
         games = ale or getattr(env, "atari", False)
         rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
         stream = file.add_stream("libx264", rate=round(rate), options={"crf": "18"})
