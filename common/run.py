@@ -85,7 +85,8 @@ class Run:
         """A function of rows (b, ...) -> its results for (T, n, ...), each shard alone, without gradients."""
         of_shards = []
         for shard in self.envs.shards:
-            rows = [x[:, shard].flatten(0, 1).split(CHUNK) for x in tensors]
+            # in memory of its own: kernels may round by address
+            rows = [x[:, shard].flatten(0, 1).clone().split(CHUNK) for x in tensors]
             results = [function(*chunk) for chunk in zip(*rows, strict=True)]
             results = [torch.cat(x).unflatten(0, (len(tensors[0]), -1)) for x in zip(*results, strict=True)]
             of_shards.append(results)

@@ -51,7 +51,7 @@ class Gradient:
 
     def __call__(self, inputs: Any, sizes: list[int]) -> list[dict[str, torch.Tensor]]:
         """Nested tensors (b, ...), `sizes` rows of each shard -> what the loss reports for each. Collective."""
-        parts = split(inputs, sizes)
+        parts = split(inputs, sizes) if self.world.sharded else [inputs]
         if self.compiles:
             self._compile(parts[0])  # collective
         by_ddp = self.ddp and not self.compiled
@@ -121,8 +121,6 @@ class Gradient:
 
 def split(nest: Any, sizes: list[int]) -> list[Any]:
     """Nested tensors (b, ...) -> each shard's, in memory of its own: kernels may round by address."""
-    if len(sizes) == 1:
-        return [nest]
     leaves, spec = tree_flatten(nest)
     parts = zip(*(x.split(sizes) for x in leaves), strict=True)
     return [tree_unflatten([x.clone() for x in part], spec) for part in parts]

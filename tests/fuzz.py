@@ -500,8 +500,9 @@ def run_of(
             job = {"start": start, "script": str(script), "words": words_of(draw, start, run_dir)}
             job |= {"output": str(output), "run_dir": str(run_dir), "broken": broken, "sockets": draw.sockets}
             codes = servers.ask(own, draw.processor, script.with_name("reply"), **job)
-            code, text = max(codes, key=abs), output.read_text()
-        if code and start.kill < 0:
+            codes = [x for x in codes if start.kill < 0 or x != -signal.SIGKILL]
+            code, text = max(codes, key=abs, default=0), output.read_text()
+        if code:
             break
     return Run(code, text, text, run_dir)
 

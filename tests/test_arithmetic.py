@@ -13,13 +13,13 @@ from torch.distributions import Categorical, Independent, Normal, kl_divergence
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
-from common import episodes
-from common.distributed import World
-from common.environments import EVALUATION, TRAINING, Environments, environment_seeds, make_envs
-from common.episodes import evaluate
-from common.errors import Fault
+from common import environments
+from common.encoders import image_encoder
+from common.environments import EVALUATION, TRAINING, environment_seeds, evaluate
 from common.normalization import RunningMoments, discounted_returns, standardized
-from common.state import check_equal
+from common.processes import World
+from common.tensors import check_equal
+from tests.envs import Counting
 
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
@@ -38,48 +38,85 @@ def test_gae_by_hand():
     assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
 
 
+class Reusing(Counting):
+    """Gives one array at each step."""
+
+    array = np.zeros(1, np.float32)
+
+    def given(self, result):
+        self.array[:] = result[0]
+        return self.array, *result[1:]
+
+    def reset(self, **options):
+        self.array = np.zeros(1, np.float32) if options.get("seed") is not None else self.array
+        return self.given(super().reset(**options))
+
+    def step(self, action):
+        return self.given(super().step(action))
+
+
+gym.register("Reusing-v0", Reusing)
+COUNTING = ["tests.envs:Counting-v0", "Reusing-v0"]
+
+
+@pytest.mark.parametrize("env_id", COUNTING)
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
-def test_a_truncated_step_is_worth_what_follows_it(module, tmp_path, monkeypatch):
-    """The rewards that `compute_gae` gets in a run have the discounted value of a truncation's own last observation."""
-    expected, ends, step = [], [], Environments.step
+def test_a_truncated_step_is_worth_what_follows_it(module, env_id, tmp_path, monkeypatch):
+    """Its reward has the discounted value of its own last observation, computed alone; a terminated one's has not."""
+    sizes = []
 
-    def noted(self, actions):
-        inner = self.env.step
-        self.env.step = lambda actions: ends.append(inner(actions)) or ends[-1]
-        obs, rewards, terminations, truncations, infos = step(self, actions)
-        self.env.step = inner
-        of_simulator = [(bool(x), bool(y)) for x, y in zip(*ends.pop()[2:4], strict=True)]
-        ends.extend(of_simulator)
-        for i, (terminated, truncated) in enumerate(of_simulator):
-            assert terminations[i] == terminated and truncations[i] == (truncated and not terminated)
-        worth = [0.5 * infos["final_obs"][i][0] if truncations[i] else 0.0 for i in range(4)]
-        expected.append((rewards + worth).astype(np.float32))
-        return obs, rewards, terminations, truncations, infos
+    def forward(self, obs):  # the value is what is observed: 100 for each episode so far, and its steps
+        sizes.append(len(obs))
+        return self.actor(obs), obs[:, 0]
 
-    def stop(rewards, *_):
-        assert np.array_equal(rewards, expected)
+    def stop(rewards, values, next_value, dones, *_):
+        episode, time = np.divmod(values, 100)
+        assert np.array_equal(dones, time + 1 == 2 + episode % 4)  # as `Counting` says
+        truncated = dones & (episode % 3 == 0)
+        assert np.array_equal(rewards, 1 + 0.5 * (values + 1) * truncated)
+        assert sizes.count(1) == truncated.sum() > 0 and {*(episode[dones] % 3)} == {0, 1, 2}
         raise InterruptedError
 
-    monkeypatch.setattr(Environments, "step", noted)
-    monkeypatch.setattr(module.Agent, "value", lambda self, obs, features: obs[:, 0])
+    monkeypatch.setattr(module.Agent, "forward", forward)
     monkeypatch.setattr(module, "compute_gae", stop)
-    args = {"env_id": "tests.envs:Counting-v0", "gamma": 0.5, "norm_reward": False, "eval_every": 0}
+    args = {"env_id": env_id, "gamma": 0.5, "norm_reward": False, "eval_every": 0, "cuda": False}
     with pytest.raises(InterruptedError):
-        module.main(module.Args(**args, run_dir=str(tmp_path / "run"), cuda=False))
-    assert set(ends) == {(False, False), (False, True), (True, False), (True, True)}
+        module.main(module.Args(**args, run_dir=str(tmp_path / "run")))
 
 
-SHARDS = SimpleNamespace(gather_shards=np.asarray)  # a process that holds all
+@pytest.mark.parametrize("env_id", COUNTING)
+def test_a_truncated_transition_is_followed_by_its_last_observation(env_id, tmp_path, monkeypatch):
+    """In DQN's batches, and in SAC's, which has the same lines; a termination's value is 0."""
+    sample, batches = dqn_ddp.ReplayBuffer.sample, []
+
+    def noted(*args):
+        batches.append(sample(*args))
+        return batches[-1]
+
+    monkeypatch.setattr(dqn_ddp.ReplayBuffer, "sample", noted)
+    sizes = {"learning_starts": 40, "total_timesteps": 400, "batch_size": 40, "buffer_size": 200, "eval_every": 0}
+    dqn_ddp.main(dqn_ddp.Args(**sizes, env_id=env_id, cuda=False, run_dir=str(tmp_path / "run")))
+    obs, next_obs, discounts = (
+        torch.cat([getattr(x.batch, y) for x in batches]) for y in ("obs", "next_obs", "discounts")
+    )
+    episode, time = np.divmod(obs[:, 0].numpy(), 100)
+    terminated = (time + 1 == 2 + episode % 4) & (episode % 3 != 0)
+    assert np.array_equal(discounts == 0, terminated) and 0 < terminated.sum() < len(terminated)
+    assert next_obs[~terminated].equal(obs[~terminated] + 1)
+
+
+def of_all(num_shards: int) -> SimpleNamespace:
+    """A process that holds all shards."""
+    shards = range(num_shards)
+    return SimpleNamespace(shards=shards, num_shards=num_shards, world_size=1, gather_shards=np.asarray)
 
 
 class FixedAgent(nn.Module):
     """Gives chosen log-probabilities, entropies and values."""
 
-    def __init__(self, logprob, entropy, value):
+    def __init__(self, *chosen):
         super().__init__()
-        self.forward = lambda obs: (obs, obs)
-        self.log_prob_entropy = lambda pi, actions: (torch.tensor(logprob), torch.tensor(entropy))
-        self.value = lambda obs, features: torch.tensor(value)
+        self.evaluate = lambda obs, actions: tuple(torch.tensor(x) for x in chosen)
 
 
 def test_clipped_losses_by_hand(float64):
@@ -111,15 +148,18 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
     agent = ppg_ddp.Agent(VECTOR, space)
     if space is BOX:
         agent.log_std.data = torch.tensor([0.3, -0.7])
-    features, other = torch.randn(5, 64), torch.randn(5, 64)
-    pi, old_pi = 100 * agent.policy(features), 100 * agent.policy(other)
+    agent.actor[-1].weight.data *= 100
+    obs = torch.randn(5, 3)
+    out, values = agent(obs)
+    pi, old_pi = agent.pi(out), agent.pi(out + torch.randn_like(out))
     if space is BOX:
-        pi[:, 2:], old_pi[:, 2:] = agent.log_std, agent.log_std - 0.2
+        old_pi[:, 2:] -= 0.2
         reference, old = (Independent(Normal(p[:, :2], p[:, 2:].exp()), 1) for p in (pi, old_pi))
     else:
         reference, old = Categorical(logits=pi), Categorical(logits=old_pi)
     actions = reference.sample()
-    logprob, entropy = agent.log_prob_entropy(pi, actions)
+    logprob, entropy, same_values = agent.evaluate(obs, actions)
+    assert same_values.equal(values)
     torch.testing.assert_close(logprob, reference.log_prob(actions), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(entropy, reference.entropy(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(agent.kl_divergence(old_pi, pi), kl_divergence(old, reference), rtol=1e-10, atol=1e-10)
@@ -128,40 +168,41 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
 
 def test_sampling_inverts_the_distribution():
     agent = ppo_ddp.Agent(VECTOR, DISCRETE)
-    pi = np.log(np.array([[0.2, 0.3, 0.5]] * 6)) + 3.0
+    out = np.log(np.array([[0.2, 0.3, 0.5]] * 6)) + 3.0
     noise = np.array([0.0, 0.19, 0.21, 0.49, 0.51, np.nextafter(1.0, 0.0)])
-    assert agent.sample(pi, noise).tolist() == [0, 0, 1, 1, 2, 2]
-    assert agent.sample(pi.astype(np.float32), np.full(6, np.nextafter(1, 0, dtype=np.float32))).max() == 2
+    assert agent.sample(out, noise).tolist() == [0, 0, 1, 1, 2, 2]
+    assert agent.sample(out.astype(np.float32), np.full(6, np.nextafter(1, 0, dtype=np.float32))).max() == 2
     box = ppo_ddp.Agent(VECTOR, BOX)
-    pi = np.array([[1.0, 2.0, 0.0, math.log(3.0)]])
-    assert box.sample(pi, np.array([[0.5, -1.0]])).tolist() == [[1.5, pytest.approx(2.0 - 3.0)]]
-    assert box.mode(pi).tolist() == [[1.0, 2.0]]
+    box.log_std.data = torch.tensor([0.0, math.log(3.0)])
+    out = np.array([[1.0, 2.0]])
+    assert box.sample(out, np.array([[0.5, -1.0]])).tolist() == [[1.5, pytest.approx(2.0 - 3.0)]]
+    assert box.mode(out).tolist() == [[1.0, 2.0]] and agent.mode(np.array([[1.0, 3.0, 2.0]])).tolist() == [1]
 
 
 def test_minibatches_hold_as_many_steps_of_every_environment():
-    """And a rank's are the same steps of the same environments as at world size 1."""
-
+    """In the order of environments, so that a shard's are neighbours; a rank's are the same as at world size 1."""
     draws = torch.rand(2, 6, 8)  # of 2 epochs, 6 environments, 8 steps
     whole = ppo_ddp.minibatch_inds(draws, 4)
-    assert whole.shape == (2, 4, 12)
+    assert whole.shape == (2, 4, 12) and ppg_ddp.minibatch_inds(draws, 4).equal(whole)
     for epoch in whole:
         assert sorted(epoch.flatten().tolist()) == list(range(48))
         for minibatch in epoch:
-            assert torch.bincount(minibatch % 6).tolist() == [2] * 6
+            assert (minibatch % 6).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert not (whole // 6).diff(dim=-1).reshape(-1)[::2].eq(1).all(), "steps are not shuffled"
     for rank in range(3):
         part = ppo_ddp.minibatch_inds(draws[:, 2 * rank : 2 * rank + 2], 4)
-        local = whole[(whole % 6 >= 2 * rank) & (whole % 6 < 2 * rank + 2)].view(2, 4, 4)
+        local = whole[..., 4 * rank : 4 * rank + 4]
         assert (part // 2).equal(local // 6) and (part % 2 + 2 * rank).equal(local % 6)
 
 
 def test_moments_in_parts_are_the_moments_of_the_whole():
-    """Batches in two ranks' parts, far from zero: as numpy over all of it."""
+    """Of two shards, far from zero: as numpy over all of it."""
     rng = np.random.default_rng(0)
     moments, seen = RunningMoments((3,)), []
-    for size in (5, 50, 7):
-        parts = [rng.normal(1e4, 0.1, (size, 3)), rng.normal(1e4 + 1, 2.0, (2 * size, 3))]
-        moments.update(parts, SHARDS)
-        seen += parts
+    for steps in (5, 50, 7):
+        x = np.concatenate([rng.normal(1e4, 0.1, (steps, 2, 3)), rng.normal(1e4 + 1, 2.0, (steps, 2, 3))], 1)
+        moments.update(x, of_all(2))
+        seen += [x.reshape(-1, 3)]
         whole = np.concatenate(seen)
         np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-12)
         np.testing.assert_allclose(moments.m2 / moments.count, whole.var(0), rtol=1e-12)
@@ -172,22 +213,26 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
     far = np.array([[1e9, -1e9, 1.0]])
     assert moments.normalized(far)[0, :2].tolist() == [10.0, -10.0]
     assert moments.scaled(far)[0].tolist() == [10.0, -10.0, pytest.approx(1 / whole[:, 2].std())]
+    off = RunningMoments((3,), enabled=False)
+    off.update(x, of_all(2))
+    assert off.normalized(far) is far and off.scaled(far).tolist() == far.tolist() and off.count == 0
 
 
 def test_discounted_returns_by_hand():
-    carry = np.array([8.0, 8.0])
     dones = np.array([[False, True], [False, False]])
-    returns = discounted_returns(np.array([[1.0, 1.0], [1.0, 1.0]]), dones, 0.5, carry)
-    assert returns.tolist() == [[5.0, 5.0], [3.5, 1.0]] and carry.tolist() == [3.5, 1.0]
+    returns, last = discounted_returns(np.ones((2, 2)), dones, 0.5, np.array([8.0, 8.0]))
+    assert returns.tolist() == [[5.0, 5.0], [3.5, 1.0]] and last.tolist() == [3.5, 1.0]
 
 
-def test_advantages_are_normalised_with_n_minus_1(float64):
-    world = World(cuda=False)
-    with world.process_group(60):
-        rows = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
-        (normalized,) = standardized([rows], world)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_advantages_are_normalised_with_n_minus_1(num_shards, float64):
+    """Over the last axis; or over both, of (steps, environments)."""
+    rows = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
+    normalized = standardized(rows, of_all(num_shards))
     torch.testing.assert_close(normalized[0], (rows[0] - 3) / (math.sqrt(14 / 3) + 1e-8), rtol=1e-12, atol=0)
     assert normalized[1].tolist() == [0.0] * 4
+    both = standardized(rows, of_all(num_shards), dims=2)
+    torch.testing.assert_close(both, (rows - rows.mean()) / (rows.std() + 1e-8), rtol=1e-12, atol=0)
 
 
 def test_streams_of_seeds_do_not_overlap():
@@ -201,33 +246,31 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
 
     It meets the other ranks every 100 steps, is done once no rank plays, and ends sooner when asked to stop.
     """
-    monkeypatch.setattr(episodes, "MAX_STEPS", 150)
-    met, played = [], []
+    monkeypatch.setattr(environments, "MAX_STEPS", 150)
+    met, played, args = [], [], ppo_ddp.Args(cuda=False)
 
     def gather(values):
         met.append(np.size(values))
         played[:] = np.asarray(values, dtype=float).tolist()
         return np.asarray(values, dtype=float).reshape(1, -1)
 
-    world = SimpleNamespace(rank=0, world_size=1, sharded=False, gather=gather, stop=0)
-    envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
-    row = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
-    envs.close()
+    world = World(False)
+    world.gather = gather
+    row, _ = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), args, world)
     assert played == [[150.0, 150.0]] * 20  # this policy balances for 170 steps and more
     assert row["eval/episodic_return"] == row["eval/episodic_length"] == 150 and row["eval/episodes"] == 20
     assert met == [1, 40]
-    envs = make_envs("CartPole-v1", 1, EVALUATION, range(20), (gym.spaces.Discrete,))
-    evaluate(lambda obs: np.zeros(20, int), envs, 20, world)
+    evaluate(lambda obs: np.zeros(20, int), args, world)
     assert max(returns for returns, _ in played) < 15
     world.stop = 15
-    row = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), envs, 20, world)
+    row, _ = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), args, world)
     assert row["eval/episodic_length"] == 100
-    world.stop, world.rank, world.world_size = 0, 20, 21  # a rank without episodes meets the others as often
+    world.stop, world.rank, world.world_size, world.num_shards = 0, 20, 21, 21
+    world.shards = range(20, 21)  # a rank without episodes meets the others as often
     met.clear()
     world.gather = lambda values: met.append(np.size(values)) or np.ones((21, np.size(values)))
-    evaluate(None, None, 20, world)
+    evaluate(None, args, world)
     assert met == [1, 40]
-    envs.close()
 
 
 @pytest.mark.parametrize("change", ["weight", "moment", "generator", "normaliser", "missing", "extra"])
@@ -250,7 +293,7 @@ def test_every_kind_of_state_is_compared(change, monkeypatch):
             del optimizer.state[network.bias]
         other = {"other": 1.0} if changed == "extra" else {}
         normaliser = RunningMoments((2,))
-        normaliser.update([np.array([[1.0, 2.0], [3.0, 4.0 + 1e-9 * (changed == "normaliser")]])], World())
+        normaliser.update(np.array([[[1.0, 2.0], [3.0, 4.0 + 1e-9 * (changed == "normaliser")]]]), of_all(1))
         state = {"network": network, "optimizer": optimizer, "generator": generator, "normaliser": normaliser}
         return state | other
 
@@ -261,40 +304,42 @@ def test_every_kind_of_state_is_compared(change, monkeypatch):
     monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, tables[0]])
     named = {"weight": "network.*weight", "moment": "optimizer.*state.*1.*exp_avg", "generator": "generator"}
     named |= {"normaliser": "normaliser", "missing": "optimizer.*state.*1.*step", "extra": "other"}
-    with pytest.raises(Fault, match=rf"step 7: \S*{named[change]}\S* on rank 1"):
+    with pytest.raises(RuntimeError, match=rf"step 7: \S*{named[change]}\S* on rank 1"):
         check_equal(7, state(), world)
 
 
-def test_both_trunks_read_images_of_any_layout(float64):
-    """Whole-number pixels are divided by the space's largest; how they lie in memory does not matter."""
-    agent = ppo_ddp.Agent(gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), DISCRETE)
-    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
-    features = agent.trunk(obs)
-    assert agent.trunk(obs.contiguous(memory_format=torch.channels_last)).equal(features)
-    layers = nn.Sequential(*agent.trunk.layers)
-    torch.testing.assert_close(layers(obs.double() / 255), features)
-    assert features.shape == (3, 512)
-    for scaled, scale in ((True, 255), (False, 1)):
-        trunk = dqn_ddp.QNetwork(gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), 6, False, "auto", scaled).trunk
-        torch.testing.assert_close(trunk(obs), trunk.layers(obs.double() / scale))
-    small = ppo_ddp.Agent(gym.spaces.Box(0, 1, (6, 10, 10), np.bool_), DISCRETE)
-    assert [tuple(p.shape) for p in small.trunk.parameters()] == [(16, 6, 3, 3), (16,), (128, 1024), (128,)]
-    for module in (ppo_ddp, ppg_ddp, dqn_ddp):
-        for high, dtype, scale in ((1, np.uint8, 1.0), (7, np.uint8, 7.0), (9, np.int64, 9.0), (9, np.float32, 1.0)):
-            trunk = module.Trunk(gym.spaces.Box(0, high, (6, 10, 10), dtype))
-            obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 6, 10, 10)).astype(dtype))
-            expected = trunk.layers(obs.double() / scale)
-            torch.testing.assert_close(trunk(obs), expected)
-    assert small.value_trunk is None and small.trunk(torch.ones(2, 6, 10, 10, dtype=torch.bool)).shape == (2, 128)
+IMAGES = [(84, np.uint8, 255, 255.0), (10, np.bool_, 1, 1.0), (10, np.uint8, 7, 7.0), (10, np.int64, 9, 9.0)]
+
+
+@pytest.mark.parametrize("size, dtype, high, scale", [*IMAGES, (10, np.float32, 9, 1.0)])
+def test_encoders_read_images_of_any_layout(size, dtype, high, scale, float64):
+    """Whole numbers are divided by the space's largest; how they lie in memory does not matter."""
+    space = gym.spaces.Box(0, high, (4, size, size), dtype)
+    obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 4, size, size)).astype(dtype))
+    nature = [(32, 4, 8, 8), (32,), (64, 32, 4, 4), (64,), (64, 64, 3, 3), (64,)]
+    for scaled in (True, False):
+        encoder, num_features, width = image_encoder(space, scaled=scaled)
+        assert [tuple(p.shape) for p in encoder.parameters()] == (nature if size == 84 else [(16, 4, 3, 3), (16,)])
+        assert (num_features, width) == ((3136, 512) if size == 84 else (1024, 128))
+        features = encoder(obs)
+        assert encoder(obs.contiguous(memory_format=torch.channels_last)).equal(features)
+        torch.testing.assert_close(encoder[1:](obs.double() / (scale if scaled else 1.0)), features)
+    agent = ppo_ddp.Agent(space, DISCRETE)
+    assert [x.shape[1] for x in (agent.actor[-1].weight, agent.critic[-1].weight)] == [width, width]
 
 
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
 def test_impala_is_the_papers_network(module):
     """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks; then 256."""
     torch.manual_seed(1)
-    trunk = module.Trunk(gym.spaces.Box(0, 255, (3, 64, 64), np.uint8), "impala")
+    space = gym.spaces.Box(0, 255, (3, 64, 64), np.uint8)
+    if module is dqn_ddp:
+        network = module.QNetwork(space, 3, False, "impala", True)
+    else:
+        network = module.Agent(space, DISCRETE, "impala")
+    layers = network.actor if module is ppg_ddp else network.network
     obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
-    tensors = iter(trunk.parameters())
+    tensors = iter(network.parameters())
 
     def conv(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.conv2d(x, next(tensors), next(tensors), padding=1)
@@ -307,10 +352,11 @@ def test_impala_is_the_papers_network(module):
             x = x + conv(conv(x.relu()).relu())
     x = x.relu().flatten(1)
     assert x.shape[1] == 2048
-    if module is not dqn_ddp:  # whose hidden layers of 256 are the streams'
-        x = nn.functional.linear(x, next(tensors), next(tensors)).relu()
-    assert next(tensors, None) is None
-    torch.testing.assert_close(trunk(obs), x)
-    assert (module is dqn_ddp and trunk.width == 256) or x.shape == (5, 256)
-    small = module.Trunk(gym.spaces.Box(0, 1, (6, 10, 11), np.bool_), "impala")
-    assert small(torch.ones(2, 6, 10, 11, dtype=torch.bool)).shape == (2, small.num_features)
+    torch.testing.assert_close((layers if module is dqn_ddp else layers[0])(obs), x)
+    hidden = nn.functional.linear(x, next(tensors), next(tensors)).relu()
+    assert hidden.shape == (5, 256)
+    out = nn.functional.linear(hidden, next(tensors), next(tensors))
+    result = network(obs)
+    torch.testing.assert_close(result if module is dqn_ddp else result[0], out)
+    small = image_encoder(gym.spaces.Box(0, 1, (6, 10, 11), np.bool_), "impala")
+    assert small[0](torch.ones(2, 6, 10, 11, dtype=torch.bool)).shape == (2, small[1])

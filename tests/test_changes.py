@@ -23,6 +23,9 @@ PARTS = """
     value_parameters = list(agent.critic.parameters())
     policy_parameters = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
 """
+SECOND = """    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)
+    run.register(value_optimizer=value_optimizer)
+"""
 GROUPS = '[{"params": policy_parameters}, {"params": value_parameters}]'
 RATES = """        for group in optimizer.param_groups:
             group["lr"] = fraction * args.learning_rate
@@ -35,7 +38,6 @@ STEP = "                optimizer.step()\n"
 LOSS = "        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss\n"
 TERM = "        activity = newvalue.square().mean()\n" + LOSS.replace("\n", " + 0.01 * activity\n")
 MADE = "    loss_fn = PPOLoss(agent, args)\n"
-REGISTER = "    run.register(\n"
 HEAD = "        self.head = stream(num_actions)\n"
 DUE = "        if updates and global_step > smallest:"
 
@@ -49,8 +51,7 @@ CHANGES = {
     "a second optimiser": (
         "ppo",
         (f"\n    optimizer = {ADAM}", f"{PARTS}    optimizer = {ADAM.replace('parameters', 'policy_parameters', 1)}"),
-        (REGISTER, f"    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)\n{REGISTER}"),
-        ("        optimizer=optimizer,\n", "        optimizer=optimizer,\n        value_optimizer=value_optimizer,\n"),
+        (MADE, f"{SECOND}{MADE}"),
         (ZERO, f"{ZERO}                value_optimizer.zero_grad()\n"),
         (STEP, f"{STEP}                value_optimizer.step()\n"),
     ),

@@ -8,12 +8,14 @@ import dqn_ddp
 import ppg_ddp
 import ppo_ddp
 import sac_ddp
-from common.acting import Acting
-from common.distributed import World
+from common import run as run_module
+from common.acting import Policy
+from common.arguments import RunArgs
 from common.environments import Environments
 from common.normalization import explained_variance
-from common.run.arguments import RunArgs
+from common.processes import World
 from runs import Run, flat
+from test_shards import run_of
 
 
 def test_a_row_of_dqn_by_hand(tmp_path, monkeypatch):
@@ -39,31 +41,43 @@ def test_a_row_of_dqn_by_hand(tmp_path, monkeypatch):
     assert run.column("charts/epsilon") == pytest.approx([1.0 - 0.9 * 0.78, 0.1, 0.1])
 
 
-def test_totals_are_sums_and_times_are_of_the_slowest_process(monkeypatch):
-    world = World(False, 2)
-    monkeypatch.setattr(world, "gather", lambda values: np.array([values, [10.0, 20.0, 1.0]]))
-    assert world.reduce([{"a": 1.0, "b": 2.0}], {"time": 3.0}) == {"a": 11.0, "b": 22.0, "time": 3.0}
+def test_a_row_is_of_all_processes(monkeypatch):
+    """Sums over all are divided once: episodes of all, losses over shards and updates; times of the slowest."""
+    new = run_of(2)
+    new.world.world_size, new.world.num_shards = 2, 4  # this rank holds two of four shards
+    new.envs.pop_sums = lambda: np.array([[10.0, 30.0, 1.0], [0.0, 0.0, 0.0]])  # returns, lengths, episodes
+    new.reported = [[{"loss": torch.tensor(x)}, {"loss": torch.tensor(x + 2)}] for x in (1.0, 3.0)]
+    new.seconds["time/rollout"] = 5.0
+    gathered, rows = [], []
+
+    def gather(values):
+        gathered.append(values[:-1])
+        other = [5.0, 3.0, 1.0, 10.0, 8.0, 6.0, 2.0, 20.0]  # of shards with returns, lengths, episodes, losses
+        return np.array([values, [*other, 7.0]])
+
+    monkeypatch.setattr(new.world, "gather", gather)
+    new.logger.log = lambda *row: rows.append(row)
+    new.log(100, {"charts/learning_rate": 0.5})
+    assert gathered == [[10.0, 30.0, 1.0, 4.0, 0.0, 0.0, 0.0, 8.0]]
+    expected = {"charts/episodes": 4, "charts/episodic_return": 23 / 4, "charts/episodic_length": 39 / 4}
+    expected |= {"losses/loss": 42 / 2 / 4, "charts/learning_rate": 0.5, "time/rollout": 7.0}
+    assert rows == [(100, expected)] and not new.seconds
 
 
-def test_explained_variance_by_hand(monkeypatch):
-    """Over two shards: 1 - Var(returns - values) / Var(returns)."""
-    world = World(False, 2)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_explained_variance_by_hand(num_shards, monkeypatch):
+    """1 - Var(returns - values) / Var(returns); none where returns are equal, but for the rounding of float32."""
+    world = World(False, num_shards)
     monkeypatch.setattr(world, "gather_shards", np.asarray)
-    advantages, values = torch.randn(2, 2, 50, dtype=torch.float64)
-    column = explained_variance(list(zip(advantages, values, strict=True)), world)
+    advantages, values = np.random.default_rng(0).normal(size=(2, 50, 4))
+    column = explained_variance(advantages, values, world)
     expected = 1 - advantages.var() / (advantages + values).var()
-    assert column == {"losses/explained_variance": pytest.approx(expected.item(), rel=1e-9)}
-
-
-@pytest.mark.parametrize("equal", [100.0, 0.0])
-def test_equal_returns_have_no_explained_variance(equal, monkeypatch):
-    """Although advantages and values, in float32, make them unequal by rounding."""
-    world = World(False, 2)
-    monkeypatch.setattr(world, "gather_shards", np.asarray)
-    values = 3 * torch.randn(2, 50)
-    advantages = equal - values * (1 + 1e-7)  # the last bit, as sums may change it
-    assert len((advantages.double() + values.double()).unique()) > 1
-    assert explained_variance(list(zip(advantages, values, strict=True)), world) == {}
+    assert column == {"losses/explained_variance": pytest.approx(expected, rel=1e-9)}
+    for equal in (100.0, 0.0):
+        values = (3 * values).astype(np.float32)
+        advantages = (equal - values * (1 + 1e-7)).astype(np.float32)  # the last bit, as sums may change it
+        assert len(np.unique(advantages.astype(float) + values)) > 1
+        assert explained_variance(advantages, values, world) == {}
 
 
 @pytest.mark.parametrize("atari", [True, False])
@@ -91,36 +105,34 @@ def test_what_ppo_and_ppg_learn_from(module, tmp_path, monkeypatch):
 
     Those of observations as they are, those of rewards from the discounted sums since the episode's start.
     """
-    sample, learning_batch, update = module.Agent.sample, module.learning_batch, module.RunningMoments.update
-    sampled, rollouts, moments = [], [], {(): [], (3,): []}
+    seen = {name: [] for name in ("sampled", "actions", "obs", "rewards", "sums")}
 
-    def noted_sample(*args):
-        sampled.append(sample(*args))
-        return sampled[-1]
+    def note(owner, name, given):
+        original = getattr(owner, name)
 
-    def noted_rollout(*args):
-        rollouts.append({name: np.array(x) for name, x in args[3]._asdict().items() if isinstance(x, np.ndarray)})
-        return learning_batch(*args)
+        def noted(*inputs):
+            result = original(*inputs)
+            for kind, x in given(result, *inputs).items():
+                seen[kind].append(np.array(x))
+            return result
 
-    def noted_update(self, parts, world):
-        moments[self.shape] += [np.array(x) for x in parts]
-        update(self, parts, world)
+        monkeypatch.setattr(owner, name, noted)
 
-    monkeypatch.setattr(module.Agent, "sample", noted_sample)
-    monkeypatch.setattr(module, "learning_batch", noted_rollout)
-    monkeypatch.setattr(module.RunningMoments, "update", noted_update)
+    note(module.Agent, "sample", lambda result, *_: {"sampled": result})
+    note(run_module.Run, "by_shard", lambda _, self, function, obs, *more: {"actions": x for x in more})
+    note(module, "discounted_returns", lambda _, rewards, *more: {"rewards": rewards})
+    note(module.RunningMoments, "update", lambda _, self, x, world: {"obs" if self.shape else "sums": x})
     sizes = {"num_envs": 2, "num_steps": 120, "total_timesteps": 480, "num_minibatches": 4, "norm_obs": True}
     more = {"env_id": "Pendulum-v1", "eval_every": 0, "cuda": False, "run_dir": str(tmp_path), "gamma": 0.5}
     module.main(module.Args(**sizes | more | ({"aux_epochs": 0} if module is ppg_ddp else {})))
 
-    actions = np.concatenate([x["actions"] for x in rollouts])
-    assert np.array_equal(actions, sampled) and np.abs(actions).max() > 2.0  # what Pendulum takes at most
-    assert np.array_equal(moments[3,], [x["obs"] for x in rollouts]) and np.abs(moments[3,]).max() > 2.0
-    rewards = np.concatenate([x["rewards"] for x in rollouts])
-    sums = np.zeros_like(rewards)
+    actions, rewards, sums, obs = (np.concatenate(seen[x]) for x in ("actions", "rewards", "sums", "obs"))
+    assert np.array_equal(actions, seen["sampled"]) and np.abs(actions).max() > 2.0  # what Pendulum takes at most
+    assert obs.shape == (240, 2, 3) and np.abs(obs).max() > 2.0  # speeds, as they are
+    expected = np.zeros_like(rewards)
     for step, reward in enumerate(rewards):  # episodes end after 200 steps
-        sums[step] = reward + (0.5 * sums[step - 1] if step % 200 else 0.0)
-    np.testing.assert_allclose(np.concatenate(moments[()]), sums, rtol=1e-12)
+        expected[step] = reward + (0.5 * expected[step - 1] if step % 200 else 0.0)
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
@@ -152,7 +164,7 @@ def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch):
         add(self, actions, *args)
 
     monkeypatch.setattr(dqn_ddp.ReplayBuffer, "add", noted)
-    monkeypatch.setattr(Acting, "__call__", lambda self, obs: np.tile([0.0, 1.0], (len(obs), 1)))
+    monkeypatch.setattr(Policy, "__call__", lambda self, obs: np.tile([0.0, 1.0], (len(obs), 1)))
     sizes = {"total_timesteps": 4000, "learning_starts": 3900, "start_e": 0.5, "end_e": 0.5, "eval_every": 0}
     dqn_ddp.main(dqn_ddp.Args(**sizes, cuda=False, run_dir=str(tmp_path)))
     assert len(taken) == 4000 and np.mean(np.equal(taken, 0)) == pytest.approx(0.25, abs=0.03)

@@ -65,37 +65,30 @@ def test_distillation_holds_the_policy(record):
     assert grown[0.0] > 2 * grown[1.0]
 
 
-def test_the_gradient_of_an_auxiliary_minibatch_by_hand():
+def test_the_gradient_of_an_auxiliary_minibatch_by_hand(float64):
     """Autograd's gradient of the heads and of the last policy layer equals one written out for a softmax policy."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(0)
-        space = ppg_ddp.gym.spaces
-        agent = ppg_ddp.Agent(space.Box(-1, 1, (3,), np.float32), space.Discrete(3))
-        obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
-        loss_fn = ppg_ddp.AuxLoss(agent, ppg_ddp.Args(beta_clone=0.7))
-        head, (loss, _) = loss_fn.aux_critic, loss_fn((obs, returns, old_pi))
-        loss.backward()
-        with torch.no_grad():
-            h = agent.trunk(obs)
-            aux_error = (h @ head.weight.T + head.bias).squeeze(-1) - returns  # d 0.5 e^2 / d value = e
-            p = (h @ agent.actor.weight.T + agent.actor.bias).softmax(-1)
-            logit_gradient = 0.7 * (p - old_pi.softmax(-1)) / 8  # d KL(old || p) / d logits = p - old
-            feature_gradient = logit_gradient @ agent.actor.weight + aux_error[:, None] / 8 * head.weight
-            value_error = agent.value(obs, h) - returns
-            value_features = agent.value_trunk(obs)
-            first = agent.trunk.layers[:2](obs)
-            second_layer = (feature_gradient * (1 - h**2)).T @ first
+    torch.manual_seed(0)
+    space = ppg_ddp.gym.spaces
+    agent = ppg_ddp.Agent(space.Box(-1, 1, (3,), np.float32), space.Discrete(3))
+    obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
+    loss_fn = ppg_ddp.AuxLoss(agent, ppg_ddp.Args(beta_clone=0.7))
+    head, actor, critic = loss_fn.aux_critic, agent.actor[-1], agent.critic[-1]
+    loss_fn(obs, returns, old_pi)[0].backward()
+    with torch.no_grad():
+        h = agent.actor[:-1](obs)
+        aux_error = (h @ head.weight.T + head.bias).squeeze(-1) - returns  # d 0.5 e^2 / d value = e
+        p = (h @ actor.weight.T + actor.bias).softmax(-1)
+        logit_gradient = 0.7 * (p - old_pi.softmax(-1)) / 8  # d KL(old || p) / d logits = p - old
+        feature_gradient = logit_gradient @ actor.weight + aux_error[:, None] / 8 * head.weight
+        value_error = agent.critic(obs).squeeze(-1) - returns
         expected = {
             "aux head": (head.weight.grad, aux_error[None] @ h / 8),
-            "actor": (agent.actor.weight.grad, logit_gradient.T @ h),
-            "critic": (agent.critic.weight.grad, value_error[None] @ value_features / 8),
-            "policy trunk": (agent.trunk.layers[2].weight.grad, second_layer),
+            "actor": (actor.weight.grad, logit_gradient.T @ h),
+            "critic": (critic.weight.grad, value_error[None] @ agent.critic[:-1](obs) / 8),
+            "policy": (agent.actor[2].weight.grad, (feature_gradient * (1 - h**2)).T @ agent.actor[:2](obs)),
         }
-        for name, (gradient, by_hand) in expected.items():
-            torch.testing.assert_close(gradient, by_hand, rtol=1e-10, atol=1e-12, msg=name)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    for name, (gradient, by_hand) in expected.items():
+        torch.testing.assert_close(gradient, by_hand, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_both_phases_share_one_schedule(monkeypatch, tmp_path):

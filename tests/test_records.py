@@ -17,9 +17,9 @@ import torch
 import ppo_ddp
 from benchmark import compare
 from benchmark import run as runner
-from common.distributed import World
-from common.run.arguments import parse
-from common.run.record import changes, environment_record, processor, source_record
+from common.arguments import parse
+from common.logger import Logger, processor, run_record
+from common.processes import World
 from fuzz import PROCESSORS
 from runs import ROOT
 
@@ -32,62 +32,51 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", folder, *identity, *words], check=True, capture_output=True)
 
 
+def recorded_by(script: Path, run_dir: Path) -> tuple[dict, str]:
+    """What a run of the script leaves: config.json, and changes.diff or an empty text."""
+    with Logger(ppo_ddp.Args(run_dir=str(run_dir)), script, (), World(cuda=False)) as logger:
+        logger.start(None)
+    difference = run_dir / "changes.diff"
+    return json.loads((run_dir / "config.json").read_text()), difference.read_text() if difference.exists() else ""
+
+
 def test_the_difference_from_the_commit_is_kept(tmp_path):
-    """Of a changed script, of one that the commit lacks, of none; and a digest where there is no commit."""
+    """Of a changed script, of one that the commit lacks, of one without a repository; and what else decides bytes."""
     script = tmp_path / "there" / "mine.py"
     script.parent.mkdir()
-    script.write_text("import common.machine\n\nx = 1\n")
-    none, difference = source_record(script)
+    script.write_text("x = 1\n")
+    none, difference = recorded_by(script, tmp_path / "0")
     assert none["commit"] is None and none["changed"] is None and difference == ""
     git(script.parent, "init", "-q")
     git(script.parent, "commit", "-q", "--allow-empty", "-m", "empty")
-    lacking, _ = source_record(script)
-    assert lacking["changed"]
+    assert recorded_by(script, tmp_path / "1")[0]["changed"]
     git(script.parent, "add", "mine.py")
     git(script.parent, "commit", "-q", "-m", "mine")
-    clean, difference = source_record(script)
+    clean, difference = recorded_by(script, tmp_path / "2")
     assert len(clean["commit"]) == 40 and difference == "" and not clean["changed"]
     script.write_text("x = 2\n")
-    changed, difference = source_record(script)
+    changed, difference = recorded_by(script, tmp_path / "3")
     assert changed["changed"] and "-x = 1\n+x = 2\n" in difference and changed["commit"] == clean["commit"]
-    assert changed["sources"] != clean["sources"] == lacking["sources"] == none["sources"]
-
-
-def test_a_run_keeps_what_ran(tmp_path, monkeypatch):
-    """Processor, instructions, BLAS, threads, commit; and the difference beside it."""
-    monkeypatch.setattr("common.run.logger.source_record", lambda path: ({"commit": "c", "changed": True}, "-a\n+b\n"))
-    ppo_ddp.main(ppo_ddp.Args(**SMALL, run_dir=str(tmp_path / "run")))
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["commit"] == "c" and (tmp_path / "run" / "changes.diff").read_text() == "-a\n+b\n"
-    assert config["device"] == processor() and config["threads"] == 1 and len(config["blas"]) > 0
-    assert config["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert changed["device"] == processor() and changed["threads"] >= 1 and len(changed["blas"]) > 0
+    assert changed["versions"]["torch"] == torch.__version__
 
 
 def test_instructions_that_variables_choose_are_recorded():
-    """Those by which tests imitate an older processor: what torch and OpenBLAS then take, and the others themselves."""
-    program = "import json; from common.distributed import World; from common.run.record import environment_record;"
-    program += "print(json.dumps(environment_record(World(cuda=False))))"
+    """Those by which tests imitate an older processor: what torch and OpenBLAS then take."""
+    program = "import json, ppo_ddp; from common.logger import run_record; from common.processes import World;"
+    program += "from pathlib import Path; args = ppo_ddp.Args(), Path('ppo_ddp.py'), (), World(cuda=False);"
+    program += "print(json.dumps(run_record(*args)))"
     words = {"cwd": ROOT, "env": os.environ | PROCESSORS["old"], "capture_output": True, "check": True}
     record = json.loads(subprocess.run([sys.executable, "-c", program], **words).stdout)
-    assert record["instructions"] == "DEFAULT MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41"
-    assert any("Nehalem" in library for library in record["blas"])
-
-
-@pytest.mark.parametrize("name", ["device", "instructions", "threads", "blas", "sources", "torch"])
-def test_what_changes_the_bytes_is_named(name):
-    record = environment_record(World(cuda=False)) | {"sources": "a"}
-    other = json.loads(json.dumps(record))
-    (other["versions"] if name == "torch" else other)[name] = "another"
-    assert changes(record, record) == [] and changes(record, other)[0].startswith(f"{name} another, before ")
+    assert record["instructions"] == "DEFAULT" and any("Nehalem" in library for library in record["blas"])
 
 
 def test_a_card_is_recorded(monkeypatch):
-    """With a name in place of a card's: what else is asked, torch without CUDA answers too."""
+    """With a name in place of a card's."""
     world = World(cuda=False)
     world.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
-    record = environment_record(world)
-    assert record["device"] == f"card 0; {processor()}" and {"cuda", "cudnn"} <= record["versions"].keys()
+    assert run_record(ppo_ddp.Args(), ROOT / "ppo_ddp.py", (), world)["device"] == f"card 0; {processor()}"
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +110,7 @@ def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so_in_one_line(record
     other = tmp_path / "other"
     shutil.copytree(recorded / "other", other)
     record = json.loads((other / "config.json").read_text())
-    changed = {"instructions": "none", "threads": 9, "sources": "x", "versions": record["versions"] | {"torch": "1.0"}}
+    changed = {"instructions": "none", "threads": 9, "commit": "x", "versions": record["versions"] | {"torch": "1.0"}}
     (other / "config.json").write_text(json.dumps(record | changed))
     first, *rest = told(capsys, recorded / "a", other)[1].splitlines()
     reasons = f"instructions {record['instructions']} against none, threads 1 against 9, torch {torch.__version__}"

@@ -9,57 +9,62 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.environments import TRAINING, make_envs
+import dqn_ddp
+from common.environments import TRAINING, Environments
+from common.processes import World
 from common.replay import ReplayBuffer
 
 ENVPOOL = pytest.mark.skipif(find_spec("envpool") is None, reason="pip install envpool==1.2.5")
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
 
-class FakeWorld:
-    """A rank of a world that lives in this process: `gather_shards` gives what the test has collected."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.local_world_size = rank, world_size, 1
-        self.num_shards, self.shards = world_size, range(rank, rank + 1)
-        self.tables = iter([])
-        self.device = torch.device("cpu")
-
-    def local_slice(self, num: int) -> slice:
-        return slice(self.rank * num // self.world_size, (self.rank + 1) * num // self.world_size)
-
-    def gather_shards(self, rows):
-        for table in self.tables:
-            return table
-        raise Waiting(np.array(rows, dtype=np.float64))
-
-
 class Waiting(Exception):
     """With a rank's rows of the first table that is not there yet."""
 
 
-def shards(world_size: int, **settings) -> list[ReplayBuffer]:
+class FakeWorld(World):
+    """A rank of a world that lives in this process: `gather` gives what the test has collected."""
+
+    def __init__(self, rank: int, world_size: int, num_shards: int) -> None:
+        super().__init__(False)
+        self.rank, self.world_size, self.num_shards = rank, world_size, num_shards
+        self.shards = range(num_shards)[self.local_slice(num_shards)]
+        self.tables = iter([])
+
+    def gather(self, values):
+        for table in self.tables:
+            return table
+        raise Waiting(np.ravel(values))
+
+
+def ranks(world_size: int, num_shards: int | None = None, **settings) -> list[ReplayBuffer]:
     defaults = {"buffer_size": 64, "num_envs": 4, "obs_space": VECTOR, "action_shape": (), "action_dtype": np.int64}
-    buffers = [ReplayBuffer(world=FakeWorld(r, world_size), **defaults | settings) for r in range(world_size)]
+    worlds = [FakeWorld(rank, world_size, num_shards or world_size) for rank in range(world_size)]
+    buffers = [ReplayBuffer(world=world, **defaults | settings) for world in worlds]
     for buffer in buffers:
         buffer.start(np.zeros((len(buffer.envs), 2)))
     return buffers
 
 
-def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: float = 0.5) -> list:
-    """`sample` on every rank, each with the generator of the same seed, with the collectives played by hand."""
+def on_all(buffers: list[ReplayBuffer], method) -> list:
+    """What `method` gives on every rank, with the collectives played by hand."""
     tables = []
     while True:
-        rows, batches = [], []
+        rows, results = [], []
         for buffer in buffers:
             buffer.world.tables = iter(tables)
             try:
-                batches += buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta)
+                results.append(method(buffer))
             except Waiting as waiting:
-                rows += [*waiting.args[0]]
+                rows.append(waiting.args[0])
         if not rows:
-            return batches
+            return results
         tables.append(np.array(rows))
+
+
+def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: float = 0.5) -> list:
+    """`sample` on every rank, each with the generator of the same seed."""
+    return on_all(buffers, lambda buffer: buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta))
 
 
 def indices_of(buffer: ReplayBuffer) -> np.ndarray:
@@ -75,19 +80,21 @@ def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.
         terminations, truncations, final_obs = rng.random(n) < end, rng.random(n) < end, rng.normal(size=(n, 2))
         for buffer in buffers:
             e = buffer.world.local_slice(n)
-            infos = {"final_obs": final_obs[e], "episode_ended": terminations[e] | truncations[e]}
-            buffer.add(actions[e], rewards[e], terminations[e], truncations[e], next_obs[e], infos)
+            truncated = truncations[e] & ~terminations[e]
+            infos = {"final_obs": {i: final_obs[e][i] for i in truncated.nonzero()[0]}}
+            infos["episode_ended"] = terminations[e] | truncations[e]
+            buffer.add(actions[e], rewards[e], terminations[e], truncated, next_obs[e], infos)
 
 
 @pytest.mark.parametrize("alpha, n_step", [(0.0, 1), (0.0, 3), (0.6, 1), (0.6, 3)])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_shards_are_one_buffer(alpha, n_step, world_size):
+@pytest.mark.parametrize("world_size, num_shards", [(2, 2), (4, 4), (1, 4), (2, 4)])
+def test_shards_are_one_buffer(alpha, n_step, world_size, num_shards):
     """Place by place; and draw after draw, with updates between, the same global indices, weights and transitions.
 
-    Priorities drift apart; in the last draws the last rank holds nearly all the mass, and the first holds none.
+    Priorities drift apart; in the last draws the last shard holds nearly all the mass, and the first holds none.
     """
-    whole, parts = shards(1, alpha=alpha, n_step=n_step), shards(world_size, alpha=alpha, n_step=n_step)
-    local = 64 // world_size  # places of a rank
+    whole, parts = ranks(1, alpha=alpha, n_step=n_step), ranks(world_size, num_shards, alpha=alpha, n_step=n_step)
+    local = 64 // num_shards  # places of a shard
     for draw in range(25):
         if draw < 20:
             fill(whole, 3, seed=draw)
@@ -96,31 +103,30 @@ def test_shards_are_one_buffer(alpha, n_step, world_size):
             mass = np.where(np.arange(64) < local, 0.0, np.where(np.arange(64) < 64 - local, 1e-6, 1.0))
             for buffer, values in zip([*whole, *parts], [mass, *np.split(mass, world_size)], strict=True):
                 buffer._set_priorities(indices_of(buffer), values)
-        for name in ("actions", "rewards", "terminations", "truncations", "frames"):
+        for name in ("actions", "rewards", "terminations", "truncations", "frames", "priorities"):
             pieces = np.concatenate([getattr(part, name) for part in parts])
-            np.testing.assert_array_equal(pieces, getattr(whole[0], name))
-        pieces = np.concatenate([part.priorities for part in parts])
-        np.testing.assert_allclose(pieces, whole[0].priorities, rtol=1e-12)
+            np.testing.assert_allclose(pieces, getattr(whole[0], name), rtol=1e-12)
         (one,), many = sample_all(whole, 16, draw), sample_all(parts, 16, draw)
-        places = np.concatenate([batch.positions for batch in many])
-        assert places.tolist() == list(range(16)), "every row of the batch is served by exactly one rank, in order"
-        first = [r * parts[0].rewards.size for r in range(world_size)]
-        indices = np.concatenate([batch.indices + x for x, batch in zip(first, many, strict=True)])
+        places = [list(range(16))[sample.positions] for sample in many]
+        assert sum(places, []) == list(range(16)), "every row of the batch is served by exactly one rank, in order"
+        indices = np.concatenate([x.indices + rank * parts[0].rewards.size for rank, x in enumerate(many)])
         assert indices.tolist() == one.indices.tolist()
-        for name in ("weights", "obs", "actions", "rewards", "discounts", "next_obs"):
-            torch.testing.assert_close(torch.cat([getattr(batch, name) for batch in many]), getattr(one, name))
+        sizes = np.concatenate([sample.sizes for sample in many])
+        assert sizes.tolist() == np.histogram(indices, num_shards, (0, whole[0].rewards.size))[0].tolist()
+        for name in one.batch._fields:
+            torch.testing.assert_close(torch.cat([getattr(x.batch, name) for x in many]), getattr(one.batch, name))
         if alpha:
             errors = torch.from_numpy(10.0 ** (indices % 5 - 4.0) * (1 + indices % 7))
             whole[0].update_priorities(one.indices, errors)
-            for batch, part, error in zip(many, parts, errors.split([len(b.indices) for b in many]), strict=True):
-                part.update_priorities(batch.indices, error)
+            for sample, part in zip(many, parts, strict=True):
+                part.update_priorities(sample.indices, errors[sample.positions])
     if alpha:
-        assert len(many[0].indices) == 0 and len(many[-1].indices) >= 14
+        assert sizes[0] == 0 and sizes[-1] >= 14
 
 
 def test_new_transitions_get_the_largest_priority_of_any_rank():
-    """As of the last draw: 1 before any; then the largest that some rank has given out, on all ranks."""
-    buffers = shards(2, alpha=0.5)
+    """As of the last draw: 1 before any; then the largest that some rank has given out, on all ranks; kept by `cut`."""
+    buffers = ranks(2, alpha=0.5)
     fill(buffers, 2)
     assert [set(buffer.priorities.ravel()) - {0.0} for buffer in buffers] == [{1.0}, {1.0}]
     buffers[1].update_priorities(np.array([0]), torch.tensor([16.0], dtype=torch.float64))
@@ -131,28 +137,35 @@ def test_new_transitions_get_the_largest_priority_of_any_rank():
     largest = (16.0 + 1e-6) ** 0.5
     for buffer in buffers:
         assert buffer.priorities[:, buffer.time - 1].tolist() == [largest] * 2
+    on_all(buffers, lambda buffer: buffer.cut())
+    assert [buffer.state_dict()["largest"] for buffer in buffers] == [largest] * 2
 
 
-def test_exponent_zero_is_uniform():
-    """With one step no priorities are kept, with more all are 1; both take updates and go on."""
-    for n_step in (1, 2):
-        (buffer,) = shards(1, alpha=0.0, n_step=n_step)
-        fill([buffer], 16)
-        buffer.update_priorities(np.arange(8), torch.arange(8.0))
-        (batch,) = sample_all([buffer], 16, seed=1)
-        assert (batch.weights == 1).all() and len(set(batch.indices)) > 8
+@pytest.mark.parametrize("n_step", [1, 2])
+def test_exponent_zero_is_uniform(n_step):
+    """No priorities are kept; it takes updates and goes on."""
+    (buffer,) = ranks(1, alpha=0.0, n_step=n_step)
+    fill([buffer], 16)
+    buffer.update_priorities(np.arange(8), torch.arange(8.0))
+    (sample,) = sample_all([buffer], 16, seed=1)
+    assert (sample.batch.weights == 1).all() and len(set(sample.indices)) > 8
 
 
-@pytest.mark.parametrize("env_id", ["ALE/Breakout-v5", pytest.param("envpool/Breakout-v5", marks=ENVPOOL)])
+GAMES = ["ALE/Breakout-v5", pytest.param("envpool/Breakout-v5", marks=ENVPOOL)]
+
+
+@pytest.mark.parametrize("env_id", GAMES)
 def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
     """The same games whether a lost life is an end or not; the buffer gives what the simulator gave."""
     finished, ends = {}, {}
     for flag in (True, False):
-        envs = make_envs(env_id, 1, TRAINING, range(2), (gym.spaces.Discrete,), life_loss=flag)
-        assert envs.atari and not envs.channels_last and envs.stack == 4
-        space, rng = envs.single_observation_space, np.random.default_rng(0)
-        buffer = ReplayBuffer(240, 2, FakeWorld(0, 1), space, (), np.int64, stack=4, repeats_first=envs.repeats_first)
-        obs, seen, ends[flag] = envs.start(), [], 0
+        args = dqn_ddp.Args(env_id=env_id, life_loss=flag, num_threads=1)
+        envs = Environments(args, TRAINING, [range(2)], World(False))
+        assert envs.atari and not envs.channels_last
+        rng, world = np.random.default_rng(0), FakeWorld(0, 1, 1)
+        stack = {"stack": envs.stack}
+        buffer = ReplayBuffer(240, 2, world, envs.single_observation_space, (), np.int64, **stack)
+        obs, seen, ends[flag] = envs.reset(), [], 0
         buffer.start(obs)
         for step in range(1, 701):
             seen.append(obs.copy())
@@ -165,7 +178,7 @@ def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
                 for env in (0, 1):
                     rebuilt = buffer._observations(np.full(len(times), env), times)
                     np.testing.assert_array_equal(rebuilt, np.stack([seen[t][env] for t in times]))
-        finished[flag] = envs.episodes.finished
+        finished[flag] = envs.finished
         envs.close()
     assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
     assert ends[True] >= 5 * ends[False]
@@ -173,8 +186,8 @@ def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
 
 @pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", pytest.param("envpool/SpaceInvaders-v5", marks=ENVPOOL)])
 def test_scores_are_not_clipped(env_id):
-    envs = make_envs(env_id, 1, TRAINING, range(2), (gym.spaces.Discrete,))
-    envs.start()
+    envs = Environments(dqn_ddp.Args(env_id=env_id, num_threads=1), TRAINING, [range(2)], World(False))
+    envs.reset()
     rng = np.random.default_rng(0)
     assert max(envs.step(rng.integers(0, 6, 2))[1].max() for _ in range(300)) >= 5
     envs.close()
@@ -182,83 +195,81 @@ def test_scores_are_not_clipped(env_id):
 
 def test_frequencies_follow_priorities():
     """In the long run a place is drawn in proportion to its priority; weights undo that at beta 1."""
-    (buffer,) = shards(1, alpha=1.0)
+    (buffer,) = ranks(1, alpha=1.0)
     fill([buffer], 16)
     buffer.update_priorities(indices_of(buffer), torch.arange(64, dtype=torch.float64))
     counts = np.zeros(buffer.priorities.size)
-    for seed in range(3000):
-        (batch,) = sample_all([buffer], 4, seed, beta=1.0)
-        np.add.at(counts, batch.indices, 1)
-    counts, expected = counts[indices_of(buffer)], 12_000 * np.arange(64) / np.arange(64).sum()
+    for seed in range(1000):
+        (sample,) = sample_all([buffer], 4, seed, beta=1.0)
+        np.add.at(counts, sample.indices, 1)
+    counts, expected = counts[indices_of(buffer)], 4_000 * np.arange(64) / np.arange(64).sum()
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected + 1)).all() and counts[0] == 0
     for beta in (1.0, 0.5):
-        (batch,) = sample_all([buffer], 4, seed=1, beta=beta)
-        priorities = buffer.priorities.take(batch.indices)
-        np.testing.assert_allclose(batch.weights, (priorities.min() / priorities) ** beta, rtol=1e-5)
+        (sample,) = sample_all([buffer], 4, seed=1, beta=beta)
+        priorities = buffer.priorities.take(sample.indices)
+        np.testing.assert_allclose(sample.batch.weights, (priorities.min() / priorities) ** beta, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), n_step=st.integers(1, 4), capacity=st.integers(4, 9), stack=st.sampled_from([1, 3]))
-def test_against_a_slow_reference(data, n_step, capacity, stack):
-    """Every place that may be sampled, and only those, with n-step return, discount, stack and bootstrap observation.
+@given(
+    ends=st.lists(st.sampled_from("....lTt!X"), min_size=1, max_size=30),
+    n_step=st.integers(1, 4),
+    capacity=st.integers(4, 9),
+    stack=st.sampled_from([1, 3]),
+    alpha=st.sampled_from([0.0, 0.5]),
+)
+def test_against_a_slow_reference(ends, n_step, capacity, stack, alpha):
+    """A transition may be sampled once n steps after it are stored, and then is, with n-step return and discount.
 
-    Random episodes: shorter than n and than the stack, terminated, truncated, lives lost, and wrapping round.
+    And with its stack and bootstrap observation. Random episodes: shorter than n and than the stack, terminated (T),
+    truncated (t), lives lost (l), cut by a checkpoint (!), also just after an end (X), and wrapping round. Simulators may reuse their array.
     """
     gamma, obs_shape = 0.9, (stack, 1, 1) if stack > 1 else (1,)
     space = gym.spaces.Box(0, 255, obs_shape, np.int64)
-    ends = data.draw(st.lists(st.sampled_from("....lTtb"), min_size=1, max_size=30))
-    buffer = ReplayBuffer(capacity, 1, FakeWorld(0, 1), space, (), np.int64, n_step, gamma, stack)
-    history, frame, window = [], 1, [0] * (stack - 1) + [1]
+    buffer = ReplayBuffer(capacity, 1, FakeWorld(0, 1, 1), space, (), np.int64, n_step, gamma, stack, alpha)
+    history, frame, window, array = [], 1, [0] * (stack - 1) + [1], np.zeros((1, *obs_shape), np.int64)
 
     def obs(frames):
-        return np.array(frames[-stack:]).reshape(1, *obs_shape)
+        array[:] = np.reshape(frames, array.shape)
+        return array
 
     buffer.start(obs(window))
     for step, end in enumerate(ends):
-        before, frame = list(window), frame + 1
-        final = [*window, frame][-stack:]
-        terminated, truncated, reset = end in "lTb", end in "tb", end in "Ttb"  # l: a life lost, the game goes on
-        if reset:
+        before, frame = window, frame + 1
+        window = final = [*window, frame][-stack:]
+        if end in "Tt!X":
             frame += 1
             window = [0] * (stack - 1) + [frame]
-        else:
-            window = final
-        reward = float(step + 1)
-        history.append((before, reward, terminated, truncated, final, list(window)))
-        infos = {"final_obs": obs(final), "episode_ended": np.array([reset])}
+        terminated, truncated = end in "lTX", end == "t"
+        infos = {"final_obs": {0: np.reshape(final, obs_shape)} if truncated else {}}
+        infos["episode_ended"] = np.array([end in "TtX"])
+        after = final if end in "l.!" else window
         flags = [np.array([flag]) for flag in (terminated, truncated)]
-        buffer.add(np.array([step]), np.array([reward]), *flags, obs(window), infos)
+        buffer.add(np.array([step]), np.array([step + 1.0]), *flags, obs(after), infos)
+        if end in "!X":
+            on_all([buffer], ReplayBuffer.cut)
+            buffer.start(obs(window))
+        history.append((before, terminated, truncated or end == "!", final))
 
     expected = {}
-    for t in range(max(0, len(history) - capacity), len(history)):
-        total, discount, after = 0.0, 1.0, None
+    for t in range(max(0, len(history) - capacity), len(history) - n_step + 1):
+        total, k = 0.0, 0
         for k in range(n_step):
-            if t + k >= len(history):
-                break
-            _, reward, terminated, truncated, final, following = history[t + k]
-            total, discount = total + gamma**k * reward, gamma ** (k + 1)
+            total += gamma**k * (t + k + 1.0)
+            _, terminated, truncated, after = history[t + k]
             if terminated or truncated:
-                after = final
-                discount = 0.0 if terminated else discount
                 break
-            if k == n_step - 1:
-                after = following
-        if after is not None:
-            expected[t % capacity] = (history[t][0], t, total, discount, after)
-    if buffer.plain:  # all that is stored
-        assert min(buffer.time, buffer.capacity) == len(expected)
-    else:
-        places = set(np.flatnonzero(buffer.priorities.reshape(-1)))
-        assert places == set(expected)
+        discount = 0.0 if terminated else gamma ** (k + 1)
+        expected[t] = (history[t][0], total, discount, after)
     if not expected:
         return
-    for seed in range(3):
-        (batch,) = sample_all([buffer], 8, seed)
-        for i, place in enumerate(batch.indices):
-            first, t, total, discount, after = expected[place]
-            assert batch.obs[i].flatten().tolist() == first[-stack:] and batch.actions[i] == t
-            assert batch.rewards[i].item() == pytest.approx(total) and batch.discounts[i].item() == pytest.approx(
-                discount
-            )
-            if discount:
-                assert batch.next_obs[i].flatten().tolist() == after
+    (sample,) = sample_all([buffer], 3 * len(expected), seed=len(ends))
+    batch = sample.batch
+    assert set(batch.actions.tolist()) == set(expected)
+    assert [t % capacity for t in batch.actions.tolist()] == sample.indices.tolist()
+    for i, t in enumerate(batch.actions.tolist()):
+        first, total, discount, after = expected[t]
+        assert batch.obs[i].flatten().tolist() == first
+        assert [batch.rewards[i].item(), batch.discounts[i].item()] == pytest.approx([total, discount])
+        if discount:
+            assert batch.next_obs[i].flatten().tolist() == after

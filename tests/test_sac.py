@@ -1,4 +1,4 @@
-"""SAC: its log-probability and targets by hand, the same experiment at every world size, unequal shares of a batch."""
+"""SAC: its log-probability and targets by hand, the same experiment at every world size."""
 
 import gc
 import math
@@ -10,14 +10,11 @@ from torch.distributions import AffineTransform, Normal, TanhTransform, Transfor
 
 import dqn_ddp
 import sac_ddp
-from common.distributed import World
 from common.replay import Batch
-from runs import assert_close, fork, run
-from test_dqn import assert_shares_give_the_gradients_of_the_whole, random_batch
+from runs import assert_close, run
 
 FLAGS = "--env-id tests.envs:NoisyPendulum-v0 --num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200"
 FLAGS += " --train-frequency 8 --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5 --save-model"
-FLAGS += " --check-sync-every 400"
 SPACES = sac_ddp.gym.spaces.Box(-1, 1, (3,)), sac_ddp.gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
 
 
@@ -133,7 +130,7 @@ def test_losses_by_hand(float64):
     log_alpha = torch.nn.Parameter(torch.tensor(math.log(0.3)))
     obs, noise, next_noise = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 2)
     actions, log_prob = actor(obs, noise)
-    batch = random_batch(actions.detach())._replace(obs=obs)
+    batch = Batch(obs, actions.detach(), *torch.rand(2, 5), torch.randn(5, 3), torch.rand(5))
     next_actions, next_logprob = actor(batch.next_obs, next_noise)
     worth = torch.min(*critics_target(batch.next_obs, next_actions)) - 0.3 * next_logprob
     target = batch.rewards + batch.discounts * worth
@@ -156,32 +153,3 @@ def test_losses_by_hand(float64):
 def actor_loss_of(actor, critics, obs, noise):
     actions, log_prob = actor(obs, noise)
     return (0.3 * log_prob - torch.min(*critics(obs, actions))).mean()
-
-
-def gradients_of_shares() -> None:
-    """On two ranks, one with none of the batch, and one with 3 of 8 rows, against the whole's; log alpha's too."""
-    torch.set_default_dtype(torch.float64)
-    world = World(cuda=False)
-    with world.process_group(60):
-        actor = make_actor()
-        critics, target, frozen = (sac_ddp.Critics(*SPACES) for _ in range(3))
-        for network in (target, frozen):
-            network.requires_grad_(False)
-        log_alpha = torch.nn.Parameter(torch.tensor(0.5))
-        batch, noise = random_batch(torch.randn(8, 2)), torch.randn(8, 2)
-        assert_shares_give_the_gradients_of_the_whole(
-            world,
-            lambda shards: sac_ddp.CriticLoss(critics, target, actor, log_alpha, shards / 8),
-            lambda rows: (Batch(None, None, *(x[rows] for x in batch[2:])), noise[rows]),
-        )
-        assert_shares_give_the_gradients_of_the_whole(
-            world,
-            lambda shards: sac_ddp.ActorLoss(actor, log_alpha, frozen, shards / 8),
-            lambda rows: (batch.obs[rows], noise[rows]),
-        )
-
-
-def test_unequal_shares_give_the_gradients_of_the_whole(tmp_path):
-    """One process's gradients, to 1e-12."""
-    printed = fork(gradients_of_shares, (), 2, tmp_path / "out", {})
-    assert "equal on rank 0" in printed and "equal on rank 1" in printed

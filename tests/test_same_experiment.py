@@ -10,7 +10,7 @@ import ppo_ddp
 from common.environments import EVALUATION, TRAINING, environment_seeds
 from runs import assert_close, fork, run, same_run
 
-SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model --check-sync-every 2000"
+SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model"
 TWENTY = f"{SIZES} --total-timesteps {20 * 12 * 16} --eval-every 1500 --eval-episodes 5"
 CARTPOLE = f"--env-id tests.envs:ShortCartPole-v0 --learning-rate 2e-3 --target-kl 0.003 {TWENTY}"
 PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.0008 --learning-rate 1e-3 {TWENTY}"

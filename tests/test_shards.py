@@ -133,44 +133,48 @@ class Loss(nn.Module):
         return rows.mean(), {"loss": rows.mean().detach(), "rows": rows.detach()}
 
 
+def check_gradients(world: World) -> None:
+    """Three steps each of three losses; gradients are bit for bit those of a tree over the shards."""
+    num, here = world.num_shards, slice(world.shards[0], world.shards[-1] + 1)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        loss = Loss(rng)
+        trained = [p for p in loss.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(trained, 1e-2, fused=True)
+        gradient = Gradient(DDP(loss, bucket_cap_mb=0.001) if world.world_size > 1 else loss, world, False, print)
+        for _ in range(3):
+            batches = [torch.from_numpy(rng.normal(size=(5, 3, 6, 6)).astype("f")) for _ in range(num)]
+            weights = torch.from_numpy(rng.random((num, 5)).astype("f"))
+            alone = [loss(x, (w,)) for x, w in zip(batches, weights, strict=True)]
+            parts = [torch.autograd.grad(value, trained) for value, _ in alone]
+            optimizer.zero_grad()
+            stats = gradient((torch.cat(batches[here]), (weights[here].flatten(),)), [5] * len(world.shards))
+            for (_, expected), given in zip(alone[here], stats, strict=True):
+                assert all(given[name].equal(x) for name, x in expected.items())
+            for p, *x in zip(trained, *parts, strict=True):
+                total = x[0] + x[1] if num == 2 else (x[0] + x[1]) + (x[2] + x[3])
+                assert p.grad.equal(total / num) and p.grad.stride() == p.stride()
+            optimizer.step()
+
+
 def mean_gradients(memory: bool, shards: int | None) -> None:
-    """Three steps each of three losses, in a process group; gradients bit for bit those of a tree over the shards."""
+    """In a process group, which no DDP module outlives, since gloo may abort the process then."""
     torch.set_num_threads(1)
     os.sched_getaffinity = lambda _: {*range(8)}  # more ranks than cores share memory too
     if not memory:
         processes.share_memory = lambda *_: None
     world = World(False, shards)
-    num = world.num_shards
     with world.open(60.0):
         assert bool(world.memory) == (memory and world.world_size > 1)
         assert world.gather([world.rank, 0.5]).tolist() == [[float(rank), 0.5] for rank in range(world.world_size)]
-        for seed in range(3):
-            rng = np.random.default_rng(seed)
-            torch.manual_seed(seed)
-            loss = Loss(rng)
-            trained = [p for p in loss.parameters() if p.requires_grad]
-            optimizer = torch.optim.Adam(trained, 1e-2, fused=True)
-            wrapped = DDP(loss, bucket_cap_mb=0.001) if world.world_size > 1 else loss
-            gradient = Gradient(wrapped, world, False, print)
-            for _ in range(3):
-                batches = [torch.from_numpy(rng.normal(size=(5, 3, 6, 6)).astype("f")) for _ in range(num)]
-                weights = torch.from_numpy(rng.random((num, 5)).astype("f"))
-                alone = [loss(x, (w,)) for x, w in zip(batches, weights, strict=True)]
-                parts = [torch.autograd.grad(value, trained) for value, _ in alone]
-                optimizer.zero_grad()
-                here = slice(world.shards[0], world.shards[-1] + 1)
-                stats = gradient((torch.cat(batches[here]), (weights[here].flatten(),)), [5] * len(world.shards))
-                for (_, expected), given in zip(alone[here], stats, strict=True):
-                    assert all(given[name].equal(x) for name, x in expected.items())
-                for p, *x in zip(trained, *parts, strict=True):
-                    total = x[0] + x[1] if num == 2 else (x[0] + x[1]) + (x[2] + x[3])
-                    assert p.grad.equal(total / num) and p.grad.stride() == p.stride()
-                optimizer.step()
-        del wrapped, gradient, loss
+        check_gradients(world)
         gc.collect()
-        assert not [x for x in gc.get_objects() if type(x) is DDP]  # gloo may abort if one outlives the group
+        if FREED:
+            assert not [x for x in gc.get_objects() if type(x) is DDP]
 
 
+FREED = True
 TREES = [(1, False, 4), (2, True, 4), (2, False, 4), (4, True, 4), (4, False, 4), (2, True, None), (2, False, None)]
 
 
