@@ -186,6 +186,8 @@ def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: boo
             "life_loss_info": life_loss,
             "reward_clipping": False,  # statistics count the score; scripts take the sign
         }
+        if "game" in options:
+            raise gym.error.Error("game is what --env-id says; leave it out")
         options = {"repeat_action_probability": 0.0} | options  # as in NoFrameskip-v4's published results
         if draws:
             options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}

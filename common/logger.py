@@ -53,6 +53,7 @@ class Logger:
         self.dir: Path | None = None
         self.latest: dict[str, float] = {}  # the newest number of each column
         self.shown = 0.0  # when progress was shown
+        self.unshown = False  # whether there is a newer row
         self.evaluated = 0.0  # seconds of evaluations and films
         self.bar: Any = None  # of tqdm, on a terminal
         self.wandb: Any = None
@@ -101,7 +102,7 @@ class Logger:
                 entity=self.args.wandb_entity,
                 name=self.dir.name,
                 group=f"{self.args.env_id}__{self.script.stem}",  # the seeds of one experiment
-                config=self.args.as_json() | self.record,
+                config=self.record | self.record["args"],
                 save_code=True,
                 settings=wandb.Settings(finish_timeout=10.0),  # seconds; `wandb sync` sends the rest
             )
@@ -181,12 +182,14 @@ class Logger:
         for name, value in row.items() if self.tensorboard else ():
             self.tensorboard.add_scalar(name, value, step)
         self.latest |= row
+        self.unshown = True
         if self.bar is not None or "time/eval" in row or time.perf_counter() > self.shown + PROGRESS_PERIOD:
             self._show()
 
     def _show(self) -> None:
         """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
         self.shown = time.perf_counter()
+        self.unshown = False
         step = self.latest["global_step"]
         numbers = [f"{word} {self.latest[name]:,.1f}" for word, name in SHOWN.items() if name in self.latest]
         if self.bar is None:
@@ -198,7 +201,10 @@ class Logger:
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self.enabled:
-            print(text, flush=True) if self.bar is None else self.bar.write(text)
+            try:
+                print(text, flush=True) if self.bar is None else self.bar.write(text)
+            except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def film(self, global_step: int, episode: Episode) -> None:
         """Film an evaluation's episode; if that fails, say why."""
@@ -219,7 +225,7 @@ class Logger:
         with self.opened:
             if self.bar is not None:
                 self.bar.close()
-            elif self.latest:
+            elif self.unshown:
                 self._show()
             if self.wandb:
                 self.wandb.finish(exit_code=int(error is not None))

@@ -108,7 +108,8 @@ class World:
             traceback.clear_frames(error.__traceback__)  # they hold DDP modules
             raise
         finally:
-            for number, handler in before.items():
+            ends = failed and self.world_size > 1  # then torchrun's SIGTERM is not to cut its end short
+            for number, handler in before.items() if not ends else ():
                 signal.signal(number, handler)
             self.end.cancel()
             self.next_arming = math.inf

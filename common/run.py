@@ -288,11 +288,16 @@ def open_run(
         integers = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
         if integers or not isinstance(space, action_spaces):
             names = " or ".join(kind.__name__ for kind in action_spaces)
-            needed = f"{names} (a Box of floats), not {one_line(space)}"
+            needed = f"{names.replace('Box', 'Box of floats')}, not {one_line(space)}"
             raise BadInput(f"--env-id {args.env_id}: its actions must be {needed}.")
         parallel = is_large(envs.single_observation_space) and not world.sharded
         torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))
         with Logger(args, Path(script), columns, world) as logger, world.open(args.timeout):
+            flags = args.experiment()
+            for rank, others in enumerate(world.gather_objects(flags)):  # collective
+                for name in flags:
+                    needed = f"the same on all ranks, not {others[name]} on rank {rank}"
+                    args.require(others[name] == flags[name], name, needed)
             run = Run(args, world, envs, logger)
             try:
                 yield run

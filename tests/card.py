@@ -52,30 +52,27 @@ class OnCard(torch.Tensor):
 class Card(TorchDispatchMode):
     """Everything in this block is done here or on the card, as a GPU would.
 
-    `crossings`: what went "up" or "down", in its order, with what else is appended to it. `slow`: the places therein of
-    what went up from memory that is not pinned, or was waited for.
+    `crossings`: what went "up" or "down", in its order, with what else is appended to it.
     """
 
     def __init__(self):
         super().__init__()
-        self.crossings, self.slow, self.pinned = [], [], []
+        self.crossings = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func._schema.name, dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        card, here = (
-            any(isinstance(x, OnCard) for x in given),
-            [x for x in given if not isinstance(x, OnCard)],
-        )
+        card = any(isinstance(x, OnCard) for x in given)
+        here = [x for x in given if not isinstance(x, OnCard)]
         to_card = card
         if kwargs.get("device") is not None:
             to_card, kwargs["device"] = torch.device(kwargs["device"]) == CARD, CPU
         if name == "aten::copy_":
             to_card = isinstance(args[0], OnCard)
-        pins = kwargs.pop("pin_memory", False)
+        kwargs.pop("pin_memory", None)
         moves = name in ("aten::_to_copy", "aten::copy_")
         if to_card and moves and here:
-            self.up(here[-1], kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,)))
+            self.crossings.append("up")
         elif card and (name in READS or (moves and not to_card)):
             self.crossings.append("down")
         elif card:  # a number's tensor is read by the processor, which costs nothing
@@ -83,14 +80,7 @@ class Card(TorchDispatchMode):
             assert not mixed, f"{func} mixes the card's tensors with others, {mixed}"
         plain = [tree_map_only(OnCard, lambda x: x.inner, x) for x in (args, kwargs)]
         out = func(*plain[0], **plain[1])
-        if pins:
-            self.pinned.append(out.untyped_storage().data_ptr())
         if not to_card or name in READS:
             return out
         out = tree_map_only(torch.Tensor, OnCard, out)
         return return_and_correct_aliasing(func, args, kwargs, out) if card else out
-
-    def up(self, tensor, waits_not):
-        self.crossings.append("up")
-        if not (waits_not and tensor.untyped_storage().data_ptr() in self.pinned):
-            self.slow.append(len(self.crossings) - 1)

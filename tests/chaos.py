@@ -61,8 +61,9 @@ def chaos(case: str, kills: int, seed: int, folder: Path, sizes: tuple[int, ...]
     flags, chance, count = f"{flags} --shards 4 --save-model", random.Random(f"{case} {seed}"), Count()
     calm, run_dir = folder / "calm", folder / "chaos"
     undisturbed, dying, out = finish(start(script, 1, f"{flags} --run-dir {calm}"), calm), [], ""
+    run = None
     assert undisturbed.code == 0, undisturbed.err
-    while not (run_dir / "finished").exists():
+    while run is None or run.code != 0:
         process = start(script, chance.choice(sizes), f"{flags} --resume --run-dir {run_dir}")
         killed = count.kills < kills and disturb(process, run_dir / "checkpoints", chance, count)
         if killed and chance.random() < 0.5:

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -90,11 +89,11 @@ class Nodes:
 
     def starts(self, processes: int) -> int:
         """How often the run has started at a number of processes, as rank 0, on the first node, says."""
-        return self.log(0).read_text().count(f" on {processes} process(es), ")
+        return self.log(0).read_text().count(f" on {processes} process(es)")
 
-    def has_started(self, processes: int, times: int) -> bool:
-        """Whether it has done so more than some times."""
-        return self.starts(processes) > times
+    def wait_for_start(self, processes: int, times: int) -> bool:
+        """Wait until it has done so more than some times -> whether that came."""
+        return self.wait(lambda: self.starts(processes) > times)
 
 
 @contextlib.contextmanager
@@ -138,7 +137,7 @@ def elastic(case: str, losses: int, seed: int, folder: Path, namespaces: tuple[s
         together = 0
         for _ in range(losses):
             if not done or chance.random() < 0.7:  # else it is lost while it comes back
-                if not nodes.wait(partial(nodes.has_started, 2, together)):
+                if not nodes.wait_for_start(2, together):
                     break
             time.sleep(chance.uniform(0, 5))
             if nodes.launchers[0].poll() is not None:
@@ -180,7 +179,7 @@ def disturb(nodes: Nodes, kind: str, chance: random.Random) -> None:
             nodes.send(1, signal.SIGSTOP)
         else:
             set_link(nodes.namespaces[1], "down")
-        nodes.wait(partial(nodes.has_started, 1, alone))  # the first node has gone on alone
+        nodes.wait_for_start(1, alone)  # the first node has gone on alone
         if kind == "stop":
             nodes.send(1, signal.SIGCONT)
             return  # its own torchrun brings it back

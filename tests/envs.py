@@ -46,28 +46,28 @@ class HelpedCartPole(CartPoleEnv):
         super().close()
 
 
-class NoisyCartPole(CartPoleEnv):
+class Noisy:
     """Rewards are normal draws, so that no TD error is nearly zero: such a one magnifies rounding in the weights."""
 
     def step(self, action):
-        obs, _, terminated, truncated, info = super().step(action)
-        return obs, float(self.np_random.normal()), terminated, truncated, info
+        obs, _, *ends = super().step(action)
+        return obs, float(self.np_random.normal()), *ends
 
 
-class NoisyPendulum(PendulumEnv):
-    """The same with continuous actions."""
+class NoisyCartPole(Noisy, CartPoleEnv):
+    pass
 
-    def step(self, action):
-        obs, _, terminated, truncated, info = super().step(action)
-        return obs, float(self.np_random.normal()), terminated, truncated, info
+
+class NoisyPendulum(Noisy, PendulumEnv):
+    pass
 
 
 class LibraryCartPole(CartPoleEnv):
     """Rewards are drawn from Python's and numpy's global generators, not from its own."""
 
     def step(self, action):
-        obs, _, terminated, truncated, info = super().step(action)
-        return obs, random.random() + np.random.random(), terminated, truncated, info
+        obs, _, *ends = super().step(action)
+        return obs, random.random() + np.random.random(), *ends
 
 
 class Counting(gym.Env):
@@ -91,9 +91,7 @@ class Counting(gym.Env):
 class Dots(gym.Env):
     """A 10 x 10 x 2 boolean image, one half lit; acting on that side gives 1. 20 steps long."""
 
-    def __init__(self):
-        self.observation_space = gym.spaces.Box(0, 1, (10, 10, 2), np.bool_)
-        self.action_space = gym.spaces.Discrete(2)
+    observation_space, action_space = gym.spaces.Box(0, 1, (10, 10, 2), np.bool_), gym.spaces.Discrete(2)
 
     def draw(self):
         self.side, obs = int(self.np_random.integers(2)), np.zeros((10, 10, 2), np.bool_)
@@ -167,11 +165,10 @@ class Drawn(gym.Env):
 
     def info(self, shown):
         """What others' simulators tell; here it says nothing."""
-        if not shown:
-            return {}
         numbers = {"game_over": self.time % 7 == 3, "episode_frame_number": self.time % 5, "lives": self.time % 4}
         texts = {"name": f"step {self.time}", "episode": {"r": 1.0, "l": self.time, "more": {"t": 0.5}}}
-        return numbers | texts | {"array": np.arange(3.0), "episode_ended": True, "terminated": True, "reward": 5.0}
+        more = {"array": np.arange(3.0), "episode_ended": True, "final_obs": 3.0, "reward": 5.0}
+        return numbers | texts | more if shown and "infos" in self.quirks else {}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -179,7 +176,7 @@ class Drawn(gym.Env):
         self.resets += 1
         if self.remembers:
             self.state += 0.1 * self.resets
-        return self.observe(), self.info("infos" in self.quirks)
+        return self.observe(), self.info(True)
 
     def step(self, action):
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
@@ -189,8 +186,7 @@ class Drawn(gym.Env):
         self.state += 0.1 * self.np_random.normal(size=len(self.state))
         reward = float((self.state * self.weights).mean() - 0.1 * (pushed**2).mean())
         terminated, truncated = self.np_random.random(2) < (self.end, self.cut)
-        info = self.info("infos" in self.quirks and self.time % 3)
-        return self.observe(), reward, bool(terminated), bool(truncated), info
+        return self.observe(), reward, bool(terminated), bool(truncated), self.info(self.time % 3)
 
 
 def turned(**kwargs):
@@ -203,11 +199,9 @@ def turned(**kwargs):
 
 gym.register("ShortCartPole-v0", NotedCartPole, max_episode_steps=30)
 gym.register("HelpedCartPole-v0", HelpedCartPole, max_episode_steps=30)
-gym.register("NoisyCartPole-v0", NoisyCartPole, max_episode_steps=10)
-gym.register("NoisyPendulum-v0", NoisyPendulum, max_episode_steps=10)
 gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)
-gym.register("Counting-v0", Counting)
-gym.register("Drawn-v0", Drawn)
 gym.register("TurnedDrawn-v0", turned)
-gym.register("Dots-v0", Dots)
-gym.register("Strict-v0", Strict)
+for made in (NoisyCartPole, NoisyPendulum):
+    gym.register(f"{made.__name__}-v0", made, max_episode_steps=10)
+for made in (Counting, Drawn, Dots, Strict):
+    gym.register(f"{made.__name__}-v0", made)

@@ -1,14 +1,14 @@
 """Draws experiments, runs each on one process and on several, and compares their bytes.
 
     PYTHONPATH=. python tests/fuzz.py --minutes 30 --seed 1
-    PYTHONPATH=. python tests/fuzz.py --only 17 --seed 1   # draw 17 of seed 1 again
+    PYTHONPATH=. python tests/fuzz.py --seed 1 --first 17 --draws 1   # draw 17 of seed 1 again
     PYTHONPATH=. python tests/fuzz.py --broken alignment   # how many draws it takes to find a known break
 
 A draw is a script, an environment (`tests.envs:Drawn-v0`, Atari on small frames, or MinAtar), flags, now and then an
 edit of the networks or a loaded model, and two launches: `python`, and torchrun on 2, 4 or 8 processes, each with
 OMP_NUM_THREADS unset, 1 or 2. Now and then a launch is killed, at any moment or behind a checkpoint, once or twice, and
 goes on at another number of processes. metrics.csv (timing aside) and every tensor of model.pt must be the same bytes.
-A draw counts where every launch took at least 20 gradient steps.
+A draw is "short", and does not count, where --stop-at-return ended it.
 
 Where both launches are wrong alike, no bytes differ. So one launch of the two may have quirks, which must not change a
 number: its environments return their own buffer, or lists, or infos with other simulators' names, or their actions
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -50,10 +51,12 @@ import tyro
 from torch.utils._pytree import tree_leaves
 
 from common import acting, checkpoint, environments, processes, replay
-from runs import PATIENCE, ROOT, Run, finish, free_port, same_run
+from runs import ROOT, Run, finish, free_port, same_run
 
-LEAST = 20  # gradient steps of a draw that counts
+LEAST = 20  # gradient steps of a draw
+FORK = multiprocessing.get_context("fork")
 GRACE = 20.0  # seconds for the other ranks to end, once one has failed
+PATIENCE = 1800.0  # seconds for a launch on a busy machine; where a rank hangs, its watchdog ends it
 NETWORKS = ("Agent", "QNetwork", "Actor", "Critics")
 VARIABLES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")  # imitate a processor
 PROCESSORS = {
@@ -313,42 +316,36 @@ def serve() -> None:
             os._exit(0)
 
 
-def launched(start: list, script: str, words: list[str], output: str, run_dir: str, reply: str, **how: Any) -> None:
+def launched(start: list, run_dir: str, reply: str, **how: Any) -> None:
     """Fork the ranks of a `Start`, and leave their exit codes in the file `reply`."""
-    processes, _, kill, behind_checkpoint = start
+    size, _, kill, behind_checkpoint = start
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     ranks = []
-    for rank in range(processes):
-        ranks.append(os.fork())
-        if ranks[-1] == 0:
-            os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            start_rank(script, words, output, **how)
-    codes, checkpoints = {}, Path(run_dir, "checkpoints")
+    for rank in range(size):
+        env = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
+        ranks.append(FORK.Process(target=start_rank, args=(env,), kwargs=how))
+        ranks[-1].start()
     deadline = time.monotonic() + (kill if kill >= 0 and not behind_checkpoint else PATIENCE)
-    while len(codes) < processes:
-        for pid in [pid for pid in ranks if pid not in codes]:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        if any(codes.values()):
+    while any(rank.is_alive() for rank in ranks):
+        if any(rank.exitcode for rank in ranks):
             deadline = min(deadline, time.monotonic() + GRACE)
-        if behind_checkpoint and any(path.name.isdigit() for path in checkpoints.glob("*")):
+        if behind_checkpoint and any(path.name.isdigit() for path in Path(run_dir, "checkpoints").glob("*")):
             behind_checkpoint, deadline = False, time.monotonic() + kill
         if time.monotonic() > deadline:
-            for pid in [pid for pid in ranks if pid not in codes]:
-                os.kill(pid, signal.SIGKILL)
+            for rank in ranks:
+                rank.kill()
         time.sleep(0.01)
-    Path(f"{reply}.part").write_text(json.dumps([codes[pid] for pid in ranks]))
+    Path(f"{reply}.part").write_text(json.dumps([rank.exitcode for rank in ranks]))
     os.replace(f"{reply}.part", reply)
 
 
-def start_rank(script: str, words: list[str], output: str, broken: str, sockets: bool) -> None:
+def start_rank(env: dict[str, str], script: str, words: list[str], output: str, broken: str, sockets: bool) -> None:
     """In a forked process: what `python script words` does."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    os.environ |= env
     try:
         if broken:
             BREAKS[broken]()
@@ -393,10 +390,13 @@ def assert_aligned() -> None:
 
 
 class Servers:
-    """Such a process for each OMP_NUM_THREADS and each processor that is imitated, started when it is asked for."""
+    """Such a process for each OMP_NUM_THREADS and each processor that is imitated, started when it is asked for.
 
-    def __init__(self) -> None:
-        self.processes, self.lock = {}, Lock()
+    `broken`: the known way, if any, in which they break the program.
+    """
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken, self.processes, self.lock = broken, {}, Lock()
 
     def ask(self, threads: str, processor: str, reply: Path, **job) -> list[int]:
         """The exit codes of a job's ranks."""
@@ -407,7 +407,7 @@ class Servers:
                 env = environ(threads, processor)
                 self.processes[threads, processor] = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, text=True)
             server = self.processes[threads, processor]
-            server.stdin.write(json.dumps(job | {"reply": str(reply)}) + "\n")
+            server.stdin.write(json.dumps(job | {"reply": str(reply), "broken": self.broken}) + "\n")
             server.stdin.flush()
         while not reply.exists():
             assert server.poll() is None, "a server ended"
@@ -458,7 +458,7 @@ def words_of(draw: Draw, start: Start, run_dir: Path) -> list[str]:
     words = [word for name, value in start.flags.items() for word in (f"--{name}", str(value)) if word]
     if draw.loads and run_dir.name != "model":
         words += ["--load-model", str(run_dir.parent / "model" / "model.pt")]
-    return [*words, "--save-model", "--run-dir", str(run_dir)]
+    return [*words, "--save-model", "--timeout", "120", "--run-dir", str(run_dir)]
 
 
 def command(draw: Draw, threads: str, start: Start, script: Path, run_dir: Path) -> list[str]:
@@ -481,9 +481,7 @@ def script_of(draw: Draw, folder: Path) -> Path:
     return script
 
 
-def run_of(
-    draw: Draw, threads: str, starts: list[Start], script: Path, run_dir: Path, servers: Servers, broken: str
-) -> Run:
+def run_of(draw: Draw, threads: str, starts: list[Start], script: Path, run_dir: Path, servers: Servers) -> Run:
     """Start a script, once or more often, to its end."""
     output = script.with_name("output")
     for start in starts:
@@ -493,12 +491,12 @@ def run_of(
             words = [str(Path(sys.executable).with_name(x)) if x in ("python", "torchrun") else x for x in words]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             process = subprocess.Popen(words, cwd=ROOT, env=environ("", "this"), start_new_session=True, **pipes)
-            done = finish(process, run_dir)
+            done = finish(process, run_dir, PATIENCE)
             code, text = done.code, done.out
         else:
             own = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
             job = {"start": start, "script": str(script), "words": words_of(draw, start, run_dir)}
-            job |= {"output": str(output), "run_dir": str(run_dir), "broken": broken, "sockets": draw.sockets}
+            job |= {"output": str(output), "run_dir": str(run_dir), "sockets": draw.sockets}
             codes = servers.ask(own, draw.processor, script.with_name("reply"), **job)
             codes = [x for x in codes if start.kill < 0 or x != -signal.SIGKILL]
             code, text = max(codes, key=abs, default=0), output.read_text()
@@ -507,28 +505,20 @@ def run_of(
     return Run(code, text, text, run_dir)
 
 
-def gradient_steps(draw: Draw, run: Run) -> int:
-    """At least so many were taken."""
-    if draw.script in ("ppo", "ppg"):
-        return int(sum(run.column("losses/epochs"))) * draw.flags["num-minibatches"]
-    each, starts = draw.flags["train-frequency"], draw.flags["learning-starts"] + draw.flags["num-envs"]
-    return int(run.rows[-1]["global_step"]) // each - starts // each
-
-
-def tried(draw: Draw, servers: Servers, broken: str = "") -> str:
+def tried(draw: Draw, servers: Servers) -> str:
     """Run all launches -> "same", "refused", "short", or what parts."""
     with tempfile.TemporaryDirectory() as name:
         folder, runs = Path(name), []
         script = script_of(draw, folder)
         if draw.loads:
-            made = run_of(draw, "1", [start_of_model(draw)], script, folder / "model", servers, broken)
+            made = run_of(draw, "1", [start_of_model(draw)], script, folder / "model", servers)
             if draw.edit in REFUSED and re.search(TOLD, made.out):
                 return "refused"
             if made.code:
                 return f"no model: {made.out[-3000:]}"
         for launch in draw.launches:
             run_dir = folder / f"{launch.processes}"
-            runs.append(run_of(draw, launch.threads, starts_of(draw, launch), script, run_dir, servers, broken))
+            runs.append(run_of(draw, launch.threads, starts_of(draw, launch), script, run_dir, servers))
         codes, text = [run.code for run in runs], "".join(run.out for run in runs)
         if draw.edit in REFUSED and all(re.search(TOLD, run.out) for run in runs):
             return "refused"
@@ -538,16 +528,16 @@ def tried(draw: Draw, servers: Servers, broken: str = "") -> str:
             return text
         if parts := same_run(*runs):
             return parts
-        return "same" if gradient_steps(draw, runs[0]) >= LEAST else "short"
+        return "same" if int(runs[0].rows[-1]["global_step"]) == draw.flags["total-timesteps"] else "short"
 
 
-def shrunk(draw: Draw, servers: Servers, broken: str) -> Draw:
+def shrunk(draw: Draw, servers: Servers) -> Draw:
     """The draw with as few flags as it takes to part."""
     kept = {"shards", "num-envs", "env-id", "env-kwargs", "total-timesteps", "num-steps", "learning-starts"}
     kept |= {"batch-size", "buffer-size", "num-minibatches", "checkpoint-every"}
     for name in [name for name in draw.flags if name not in kept]:
         smaller = replace(draw, flags={x: value for x, value in draw.flags.items() if x != name})
-        if tried(smaller, servers, broken).startswith("part"):
+        if tried(smaller, servers).startswith("part"):
             draw = smaller
     return draw
 
@@ -557,13 +547,11 @@ class Args:
     minutes: float = 30.0
     """time after which no draw is begun"""
     draws: int = 10**9
-    """the number before which draws end"""
+    """how many"""
     seed: int = 1
     """which draws"""
     first: int = 0
     """the first draw's number"""
-    only: int | None = None
-    """this draw alone"""
     broken: str = ""
     """break the program in this known way, and stop at the first draw that parts"""
     at_once: int = 2
@@ -572,8 +560,8 @@ class Args:
 
 def main(args: Args) -> int:
     deadline, results = time.monotonic() + 60 * args.minutes, Counter()
-    numbers = iter(range(args.first, args.draws) if args.only is None else [args.only])
-    servers, lock = Servers(), Lock()
+    numbers = iter(range(args.first, args.first + args.draws))
+    servers, lock = Servers(args.broken), Lock()
 
     def work() -> None:
         """Try one draw after another, until one parts."""
@@ -583,9 +571,15 @@ def main(args: Args) -> int:
             if number is None:
                 return
             draw, begun = drawn(args.seed, number), time.monotonic()
-            result = tried(draw, servers, args.broken)
+            result = tried(draw, servers)
             with lock:
-                report(draw, result, time.monotonic() - begun, args, results, servers)
+                kind = result if result in ("same", "refused", "short") else "parts"
+                results[kind] += 1
+                seconds = time.monotonic() - begun
+                about = f"draw {draw.number}: {draw.script}{' ' * bool(draw.edit)}{draw.edit}"
+                print(f"{about}, {seconds:.1f} s: {result}", flush=True)
+                if kind == "parts" and not args.broken:
+                    show(shrunk(draw, servers) if result.startswith("part") else draw)
 
     try:
         with ThreadPoolExecutor(args.at_once) as pool:
@@ -597,25 +591,15 @@ def main(args: Args) -> int:
     return int(results["parts"] > 0)
 
 
-def report(draw: Draw, result: str, seconds: float, args: Args, results: Counter, servers: Servers) -> None:
-    """Print and count what a draw gave; where it parts, the commands that show it again, with fewer flags."""
-    kind = result if result in ("same", "refused", "short") else "parts"
-    results[kind] += 1
-    about = f"draw {draw.number}: {draw.script}{' ' + draw.edit if draw.edit else ''}, {seconds:.1f} s"
-    if kind != "parts":
-        print(f"{about}: {kind}", flush=True)
-        return
-    print(f"{about}: {result}", flush=True)
-    if args.broken:
-        return
-    if result.startswith("part"):
-        draw = shrunk(draw, servers, args.broken)
+def show(draw: Draw) -> None:
+    """Print the commands of a draw."""
     script, runs = Path(f"{draw.script}_ddp.py"), Path("runs")
     if draw.loads:
         print("    ", shlex.join(command(draw, "1", start_of_model(draw), script, runs / "model")))
     for launch in draw.launches:
         for start in starts_of(draw, launch):
-            killed = f"  # killed after {start.kill:.2f} s" if start.kill >= 0 else ""
+            behind = " behind its first checkpoint" if start.behind_checkpoint else ""
+            killed = f"  # killed after {start.kill:.2f} s{behind}" if start.kill >= 0 else ""
             words = command(draw, launch.threads, start, script, runs / f"{launch.processes}")
             print("    ", shlex.join(words) + killed)
     if draw.edit:

@@ -29,13 +29,11 @@ def test_gae_by_hand():
     """gamma 0.5, lambda 0.5; environment 0 runs on, 1 ends after its first step."""
     values, next_value = np.array([[2.0, 2.0], [4.0, 4.0]]), np.array([6.0, 6.0])
     dones = np.array([[0.0, 1.0], [0.0, 0.0]])
-    advantages = ppo_ddp.compute_gae(np.ones((2, 2)), values, next_value, dones, 0.5, 0.5)
-    # last row: 1 + 0.5 * 6 - 4 = 0; first row: 1 + 0.5 * 4 - 2 = 1 (+ 0.25 * 0), 1 - 2 = -1
-    assert advantages.tolist() == [[1.0, -1.0], [0.0, 0.0]]
-    # with a later advantage that is not 0: rewards 3 in the last row give 2 there, and 0.25 * 2 more where no end cuts
+    # last row: 3 + 0.5 * 6 - 4 = 2; first row: 1 + 0.5 * 4 - 2 + 0.25 * 2, and 1 - 2 where an end cuts
     rewards = np.array([[1.0, 1.0], [3.0, 3.0]])
-    advantages = ppo_ddp.compute_gae(rewards, values, next_value, dones, 0.5, 0.5)
-    assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
+    for module in (ppo_ddp, ppg_ddp):
+        advantages = module.compute_gae(rewards, values, next_value, dones, 0.5, 0.5)
+        assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
 
 
 class Reusing(Counting):
@@ -273,38 +271,35 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
     assert met == [1, 40]
 
 
-@pytest.mark.parametrize("change", ["weight", "moment", "generator", "normaliser", "missing", "extra"])
-def test_every_kind_of_state_is_compared(change, monkeypatch):
+CHANGES = {  # of what rank 1 has, and the name that is said
+    r"network\S*weight": lambda s: s["network"].weight.data.mul_(1 + 1e-7),
+    r"optimizer\S*state\S*1\S*exp_avg": lambda s: s["optimizer"].state[s["network"].bias]["exp_avg"].add_(1e-7),
+    r"optimizer\S*state\S*1\S*step": lambda s: s["optimizer"].state.pop(s["network"].bias),
+    "generator": lambda s: torch.rand(1, generator=s["generator"]),
+    "normaliser": lambda s: s["normaliser"].update(np.ones((1, 1, 2)), of_all(1)),
+    "other": lambda s: s.update(other=1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_kind_of_state_is_compared(name, monkeypatch):
     """`check_equal` names what differs on rank 1, be it of a network, an optimiser, a generator, or there alone."""
 
-    def state(changed: str = "") -> dict:
+    def state() -> dict:
         torch.manual_seed(0)
         network, generator = nn.Linear(2, 1), torch.Generator().manual_seed(1)
         optimizer = torch.optim.Adam(network.parameters())
         network(torch.ones(2)).sum().backward()
         optimizer.step()
-        if changed == "weight":
-            network.weight.data[0, 1] += 1e-7
-        if changed == "moment":
-            optimizer.state[network.bias]["exp_avg"] += 1e-7
-        if changed == "generator":
-            torch.rand(1, generator=generator)
-        if changed == "missing":
-            del optimizer.state[network.bias]
-        other = {"other": 1.0} if changed == "extra" else {}
-        normaliser = RunningMoments((2,))
-        normaliser.update(np.array([[[1.0, 2.0], [3.0, 4.0 + 1e-9 * (changed == "normaliser")]]]), of_all(1))
-        state = {"network": network, "optimizer": optimizer, "generator": generator, "normaliser": normaliser}
-        return state | other
+        return {"network": network, "optimizer": optimizer, "generator": generator, "normaliser": RunningMoments((2,))}
 
-    world, tables = World(), []
+    world, tables, changed = World(), [], state()
     world.world_size = 2
+    CHANGES[name](changed)
     monkeypatch.setattr(World, "gather_objects", lambda _, mine: tables.append(mine) or [mine, mine])
-    check_equal(0, state(change), world)
+    check_equal(0, changed, world)
     monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, tables[0]])
-    named = {"weight": "network.*weight", "moment": "optimizer.*state.*1.*exp_avg", "generator": "generator"}
-    named |= {"normaliser": "normaliser", "missing": "optimizer.*state.*1.*step", "extra": "other"}
-    with pytest.raises(RuntimeError, match=rf"step 7: \S*{named[change]}\S* on rank 1"):
+    with pytest.raises(RuntimeError, match=rf"step 7: \S*{name}\S* on rank 1"):
         check_equal(7, state(), world)
 
 

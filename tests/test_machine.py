@@ -8,12 +8,13 @@ import pytest
 
 from runs import ROOT
 
-FAULTS = """
-import resource
+PROGRAM = """
+import resource, sys
 import gymnasium as gym
 import numpy as np
+import torch
+from common.run import open_run
 import ppo_ddp
-from common.environments import open_environments
 
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -21,34 +22,19 @@ def page_faults():
         np.ones(size, np.uint8)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-with open_environments(ppo_ddp.Args(cuda=False), (gym.spaces.Discrete,)):
+args = ppo_ddp.Args(cuda=False, num_threads=2, run_dir=sys.argv[1])
+with open_run(args, ppo_ddp.__file__, (), (gym.spaces.Discrete,)):
     page_faults()
     print(page_faults())
+    smallest = np.full(3, 1e-45, np.float32)
+    print((smallest * 1.0).max(), float((torch.full((1_000_000,), 1e-45) * 1.0).max()))  # over both threads
 """
 
 
 @pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="older C libraries cannot")
-def test_freed_memory_is_kept():
-    """Large arrays that a run takes again and again have their pages after the first time."""
-    done = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, text=True)
-    assert int(done.stdout.split()[-1]) < 100, done.stdout + done.stderr
-
-
-DENORMALS = """
-import gymnasium as gym
-import numpy as np
-import torch
-import ppo_ddp
-from common.environments import open_environments
-
-smallest = np.full(3, 1e-45, np.float32)
-with open_environments(ppo_ddp.Args(cuda=False, num_threads=2), (gym.spaces.Discrete,)):
-    print((smallest * 1.0).max(), float((torch.full((1_000_000,), 1e-45) * 1.0).max()))  # over both threads
-print((smallest * 1.0).max() > 0.0)
-"""
-
-
-def test_denormals_are_zero_while_a_run_is_open():
-    """In numpy and in each of torch's threads, and afterwards no longer in the process's first thread."""
-    done = subprocess.run([sys.executable, "-c", DENORMALS], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-2:] == ["0.0 0.0", "True"], done.stdout + done.stderr
+def test_freed_memory_is_kept_and_denormals_are_zero_in_a_run(tmp_path):
+    """Large arrays that it takes again have their pages; numpy, and each of torch's threads, make 0 of denormals."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    *_, faults, denormals = done.stdout.splitlines() or [done.stderr]
+    assert int(faults) < 100 and denormals == "0.0 0.0", done.stdout + done.stderr

@@ -119,7 +119,7 @@ def test_what_ppo_and_ppg_learn_from(module, tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     note(module.Agent, "sample", lambda result, *_: {"sampled": result})
-    note(run_module.Run, "by_shard", lambda _, self, function, obs, *more: {"actions": x for x in more})
+    note(run_module.Run, "by_shard", lambda _, self, function, obs, *more: dict(zip(["actions"], more, strict=False)))
     note(module, "discounted_returns", lambda _, rewards, *more: {"rewards": rewards})
     note(module.RunningMoments, "update", lambda _, self, x, world: {"obs" if self.shape else "sums": x})
     sizes = {"num_envs": 2, "num_steps": 120, "total_timesteps": 480, "num_minibatches": 4, "norm_obs": True}

@@ -7,14 +7,11 @@ import pytest
 import torch
 
 import dqn_ddp
-import ppg_ddp
 import ppo_ddp
-import sac_ddp
 from common.environments import EVALUATION, environment_seeds
-from common.errors import BadInput
+from common.processes import BadInput
 from runs import ROOT, edited, flat, run, same_run
 
-SCRIPTS = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 EVALS = "--eval-every 1000000 --eval-episodes 5"
 CASES = {
     "ppo": ("ppo_ddp.py", "--env-id Pendulum-v1 --num-envs 4 --num-steps 64 --total-timesteps 1024 --norm-obs"),
@@ -60,25 +57,24 @@ def test_only_the_first_start_loads(tmp_path):
     assert "going on from" in again.out and same_run(again, calm) == ""
 
 
-def refusal(script, tmp_path, **settings):
-    module = SCRIPTS[script]
-    with pytest.raises(BadInput) as info:
-        module.main(module.Args(cuda=False, run_dir=str(tmp_path / "run"), **settings))
-    return str(info.value)
-
-
 def test_a_model_that_does_not_fit_is_refused(tmp_path):
     """By the tensor's name where shapes differ or it is another script's; by the flag where that decides."""
     path = str(model_of(tmp_path, "ppo", 1).dir / "model.pt")
-    said = refusal("ppo_ddp.py", tmp_path, load_model=path, env_id="Acrobot-v1", norm_obs=True)
-    assert said.startswith(f"--load-model {path}: ") and said.endswith("it is of Pendulum-v1.") and "\n" not in said
-    assert "size mismatch for trunk.layers.0.weight" in said
-    assert "Missing key(s) in state_dict" in refusal("dqn_ddp.py", tmp_path, load_model=path)
-    said = refusal("ppo_ddp.py", tmp_path, load_model=path, env_id="Pendulum-v1")
-    assert said.startswith("--norm-obs False: must be True with ")
     other = str(tmp_path / "other.pt")
     torch.save({"weights": torch.zeros(3)}, other)
-    assert refusal("ppo_ddp.py", tmp_path, load_model=other).endswith("cannot be read (no model.pt).")
+    for module, settings, expected in (
+        (
+            ppo_ddp,
+            {"env_id": "Acrobot-v1", "norm_obs": True},
+            r"\(of Pendulum-v1\): does not fit.*mismatch for actor.0",
+        ),
+        (dqn_ddp, {}, "does not fit .*q_network"),
+        (ppo_ddp, {"env_id": "Pendulum-v1"}, "^--norm-obs False: must be True with "),
+        (ppo_ddp, {"load_model": other}, "cannot be read|no model.pt"),
+    ):
+        with pytest.raises(BadInput, match=expected) as refused:
+            module.main(module.Args(**{"load_model": path} | settings, cuda=False, run_dir=str(tmp_path / "run")))
+        assert "\n" not in str(refused.value)
 
 
 def program_of(script):

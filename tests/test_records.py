@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -92,67 +93,65 @@ def told(capsys, a: Path, b: Path) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_the_same_bytes(recorded, capsys):
+def test_the_same_bytes_and_two_seeds(recorded, capsys):
     code, said = told(capsys, recorded / "a", recorded / "again")
     assert code == 0 and said.startswith("the same bytes: 13 rows, and the tensors of model.pt\n")
     assert "their records do not differ" in said
-
-
-def test_two_seeds_part_at_once(recorded, capsys):
     code, said = told(capsys, recorded / "a", recorded / "other")
     assert code == 1 and "they part in row 1, step 0: eval/episodic_return is " in said
     assert "\n    args.seed: 1 against 2\n" in said and re.search(r"model.pt: \d+ tensors of 18 differ", said)
 
 
-def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so_in_one_line(recorded, tmp_path, capsys):
-    """The first: with what differs of processor, instructions, versions, threads and BLAS, but not of code or flags."""
-    assert "not to be expected" not in told(capsys, recorded / "a", recorded / "other")[1]
-    other = tmp_path / "other"
-    shutil.copytree(recorded / "other", other)
-    record = json.loads((other / "config.json").read_text())
-    changed = {"instructions": "none", "threads": 9, "commit": "x", "versions": record["versions"] | {"torch": "1.0"}}
-    (other / "config.json").write_text(json.dumps(record | changed))
-    first, *rest = told(capsys, recorded / "a", other)[1].splitlines()
-    reasons = f"instructions {record['instructions']} against none, threads 1 against 9, torch {torch.__version__}"
-    assert first == f"not to be expected to have the same bytes: {reasons} against 1.0"
-    assert rest[0].startswith("they part in row 1")
-    (other / "config.json").write_text(json.dumps(record | {"world_size": 2}))
-    first = told(capsys, recorded / "a", other)[1].splitlines()[0]
-    assert first == "not to be expected to have the same bytes: 1 against 2 processes without --shards"
-    record["args"]["shards"] = 4
-    (other / "config.json").write_text(json.dumps(record | {"world_size": 2}))
-    assert "not to be expected" not in told(capsys, other, recorded / "a")[1]
+@pytest.mark.parametrize(
+    "shards, change, reason",
+    [
+        (None, {}, ""),
+        (None, {"instructions": "none", "threads": 9}, "instructions AVX against none, threads 1 against 9"),
+        (None, {"commit": "x"}, ""),
+        (None, {"versions": {"torch": "1.0"}}, f"torch {torch.__version__} against 1.0"),
+        (None, {"world_size": 2}, "1 against 2 processes without --shards"),
+        (4, {"world_size": 2}, ""),
+    ],
+)
+def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so(shards, change, reason, recorded, tmp_path, capsys):
+    """In the first line: what differs of processor, versions, threads and processes, but not of code or flags."""
+    for name, changes in (("a", {}), ("other", change)):
+        shutil.copytree(recorded / name, tmp_path / name)
+        record = json.loads((recorded / name / "config.json").read_text()) | {"instructions": "AVX", "threads": 1}
+        record["args"]["shards"] = shards
+        (tmp_path / name / "config.json").write_text(json.dumps(record | changes))
+    first, *rest = told(capsys, tmp_path / "a", tmp_path / "other")[1].splitlines()
+    assert first == f"not to be expected to have the same bytes: {reason}" if reason else "part in row 1" in first
 
 
-def changed_copy(recorded: Path, folder: Path, row: int, name: str, change) -> Path:
-    """A run with one cell changed."""
-    shutil.copytree(recorded / "a", folder)
-    with open(folder / "metrics.csv", newline="") as file:
+PART = "they part in row 5, step 128: losses/value_loss is "
+
+
+@pytest.mark.parametrize(
+    "name, factor, said",
+    [
+        (
+            "losses/value_loss",
+            1 + 1e-6,
+            ("they part in row 5, step 128: losses/", ", 1.0e-06 of it\n", "as far as both go"),
+        ),
+        ("losses/value_loss", math.nan, ("they part in row 5, step 128: losses/", "agree to 0.001 up to step 96\n")),
+        ("losses/value_loss", math.inf, ("they part in row 5, step 128: losses/", "agree to 0.001 up to step 96\n")),
+        ("time/wall", 2, ("the same bytes",)),
+    ],
+)
+def test_the_first_cell_that_differs_is_named(name, factor, said, recorded, tmp_path, capsys):
+    """With the step, the column and by how much; and how far a thousandth goes, to which nothing not finite agrees."""
+    shutil.copytree(recorded / "a", tmp_path / "b")
+    with open(tmp_path / "b" / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    rows[row][name] = change(rows[row][name])
-    with open(folder / "metrics.csv", "w", newline="") as file:
+    rows[4][name] = repr(float(rows[4][name]) * factor)
+    with open(tmp_path / "b" / "metrics.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    return folder
-
-
-def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
-    """With the step, the column and by how much; and how far a thousandth goes."""
-    b = changed_copy(recorded, tmp_path / "b", 4, "losses/value_loss", lambda x: repr(float(x) * (1 + 1e-6)))
-    code, said = told(capsys, recorded / "a", b)
-    assert code == 1 and "they part in row 5, step 128: losses/value_loss is " in said and ", 1.0e-06 of it\n" in said
-    assert "all columns agree to 0.001 as far as both go" in said and "model.pt" not in said
-    d = changed_copy(recorded, tmp_path / "d", 4, "time/wall", lambda x: "9")
-    assert told(capsys, recorded / "a", d)[0] == 0
-
-
-@pytest.mark.parametrize("number", ["nan", "inf"])
-def test_a_number_that_is_not_finite_agrees_with_nothing(number, recorded, tmp_path, capsys):
-    b = changed_copy(recorded, tmp_path / "b", 4, "losses/value_loss", lambda x: number)
-    code, said = told(capsys, recorded / "a", b)
-    assert code == 1 and "they part in row 5, step 128: " in said
-    assert "all columns agree to 0.001 up to step 96\n" in said
+    code, printed = told(capsys, recorded / "a", tmp_path / "b")
+    assert code == int("part" in said[0]) and all(part in printed for part in said)
 
 
 def test_a_shorter_run_is_not_the_same_bytes(recorded, tmp_path, capsys):

@@ -115,13 +115,14 @@ def test_shards_are_one_buffer(alpha, n_step, world_size, num_shards):
         assert sizes.tolist() == np.histogram(indices, num_shards, (0, whole[0].rewards.size))[0].tolist()
         for name in one.batch._fields:
             torch.testing.assert_close(torch.cat([getattr(x.batch, name) for x in many]), getattr(one.batch, name))
-        if alpha:
-            errors = torch.from_numpy(10.0 ** (indices % 5 - 4.0) * (1 + indices % 7))
-            whole[0].update_priorities(one.indices, errors)
-            for sample, part in zip(many, parts, strict=True):
-                part.update_priorities(sample.indices, errors[sample.positions])
+        errors = torch.from_numpy(10.0 ** (indices % 5 - 4.0) * (1 + indices % 7))
+        whole[0].update_priorities(one.indices, errors)
+        for sample, part in zip(many, parts, strict=True):
+            part.update_priorities(sample.indices, errors[sample.positions])
     if alpha:
         assert sizes[0] == 0 and sizes[-1] >= 14
+    else:
+        assert (one.batch.weights == 1).all() and whole[0].priorities.size == 0
 
 
 def test_new_transitions_get_the_largest_priority_of_any_rank():
@@ -139,16 +140,6 @@ def test_new_transitions_get_the_largest_priority_of_any_rank():
         assert buffer.priorities[:, buffer.time - 1].tolist() == [largest] * 2
     on_all(buffers, lambda buffer: buffer.cut())
     assert [buffer.state_dict()["largest"] for buffer in buffers] == [largest] * 2
-
-
-@pytest.mark.parametrize("n_step", [1, 2])
-def test_exponent_zero_is_uniform(n_step):
-    """No priorities are kept; it takes updates and goes on."""
-    (buffer,) = ranks(1, alpha=0.0, n_step=n_step)
-    fill([buffer], 16)
-    buffer.update_priorities(np.arange(8), torch.arange(8.0))
-    (sample,) = sample_all([buffer], 16, seed=1)
-    assert (sample.batch.weights == 1).all() and len(set(sample.indices)) > 8
 
 
 GAMES = ["ALE/Breakout-v5", pytest.param("envpool/Breakout-v5", marks=ENVPOOL)]
@@ -222,7 +213,8 @@ def test_against_a_slow_reference(ends, n_step, capacity, stack, alpha):
     """A transition may be sampled once n steps after it are stored, and then is, with n-step return and discount.
 
     And with its stack and bootstrap observation. Random episodes: shorter than n and than the stack, terminated (T),
-    truncated (t), lives lost (l), cut by a checkpoint (!), also just after an end (X), and wrapping round. Simulators may reuse their array.
+    truncated (t), lives lost (l), cut by a checkpoint (!), also just after an end (X),
+    and wrapping round. Simulators may reuse their array.
     """
     gamma, obs_shape = 0.9, (stack, 1, 1) if stack > 1 else (1,)
     space = gym.spaces.Box(0, 255, obs_shape, np.int64)

@@ -1,20 +1,28 @@
 """C1 and C2: the number of processes changes the wall clock and nothing else; and the work is really divided."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 
-import ppo_ddp
 from common.environments import EVALUATION, TRAINING, environment_seeds
-from runs import assert_close, fork, run, same_run
+from runs import assert_close, run, same_run
 
 SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model"
 TWENTY = f"{SIZES} --total-timesteps {20 * 12 * 16} --eval-every 1500 --eval-episodes 5"
 CARTPOLE = f"--env-id tests.envs:ShortCartPole-v0 --learning-rate 2e-3 --target-kl 0.003 {TWENTY}"
 PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.0008 --learning-rate 1e-3 {TWENTY}"
-PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
+PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4 --adam-eps 1e-5"  # 1e-8 magnifies rounding tenfold here
+STEPS = "--num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200 --train-frequency 8 --save-model"
+STEPS += " --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5"
+DQN = f"--env-id tests.envs:NoisyCartPole-v0 {STEPS} --target-network-frequency 100 --learning-rate 1e-3"
+SAC = f"--env-id tests.envs:NoisyPendulum-v0 {STEPS}"
+DQN_MORE = "--prioritized --n-step 3 --double-q --dueling --tau 0.5 --loss huber --max-grad-norm 0.3 --per-alpha 0.8"
+SAC_MORE = "--prioritized --policy-frequency 3 --target-network-frequency 8 --tau 0.1 --no-autotune --alpha 0.2"
+FIVE = f"{SIZES} --total-timesteps {5 * 12 * 16} --eval-every 0"
+REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-every 100 --eval-every 300 --save-model"
+REPLAY += " --train-frequency 4"
+DOTS = "--env-id tests.envs:Dots-v0 --num-envs 4 --num-steps 8 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 2"
+LENGTHS = {"ShortCartPole": 30.0, "Pendulum-v1": 200.0, "Noisy": 10.0}  # of truncated episodes
 
 
 @pytest.mark.parametrize(
@@ -22,66 +30,56 @@ PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4"
     [
         ("ppo_ddp.py", CARTPOLE, 2),
         ("ppo_ddp.py", PENDULUM, 4),
-        ("ppg_ddp.py", f"{CARTPOLE} {PHASES} --adam-eps 1e-5", 2),  # PPG's 1e-8 magnifies rounding tenfold here
-        ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch --adam-eps 1e-5", 3),
+        ("ppo_ddp.py", f"{FIVE} --env-id Hopper-v5 --norm-obs", 2),
+        ("ppg_ddp.py", f"{CARTPOLE} {PHASES}", 2),
+        ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch", 3),
+        ("ppg_ddp.py", f"{DOTS} --total-timesteps 128 --save-model --eval-every 0", 2),
+        ("dqn_ddp.py", DQN, 4),
+        ("dqn_ddp.py", f"{DQN} {DQN_MORE}", 2),
+        ("dqn_ddp.py", f"{REPLAY} --env-id MinAtar/Breakout-v1", 2),
+        ("sac_ddp.py", SAC, 4),
+        ("sac_ddp.py", f"{SAC} {SAC_MORE}", 2),
     ],
 )
 def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, size, tmp_path):
-    """C1 in float64: 20 iterations, stops by --target-kl, truncations, normalisation, evaluation; 1e-9 relative."""
+    """C1 in float64, 1e-9 relative: 20 iterations or 105 gradient steps, with stops by --target-kl, truncations,
+    normalisation, evaluation, images, MuJoCo, and a buffer that wraps round, uniform and prioritised.
+    """
     alone = run(script, 1, flags, tmp_path / "1")
-    assert len(alone.column("losses/policy_loss")) == 20 and len(alone.column("eval/episodic_return")) == 4
-    epochs = alone.column("losses/epochs")
-    assert min(epochs) < max(epochs), "no early stop happened, or nothing else"
-    lengths = alone.column("charts/episodic_length")
-    truncated_at = 30.0 if "CartPole" in flags else 200.0
-    assert max(lengths) == truncated_at, "no iteration had only truncated episodes"
+    assert_close(alone, run(script, size, flags, tmp_path / str(size)))
+    truncated_at = [length for name, length in LENGTHS.items() if name in flags]
+    if truncated_at:
+        assert max(alone.column("charts/episodic_length")) == truncated_at[0], "no row had only truncated episodes"
+        assert len(alone.column("eval/episodic_return")) == 4
+    if TWENTY in flags:
+        epochs = alone.column("losses/epochs")
+        assert len(epochs) == 20 and min(epochs) < max(epochs), "no early stop happened, or nothing else"
     if script == "ppg_ddp.py":
         assert len(alone.column("losses/aux/kl_loss")) == 2
-    assert_close(alone, run(script, size, flags, tmp_path / str(size)))
+    if script == "sac_ddp.py":
+        alphas, learned = alone.column("losses/alpha"), "--no-autotune" not in flags
+        assert min(alphas) < 1.0 if learned else {*alphas} == {0.2}
+        assert len(alone.column("losses/alpha_loss")) == 9 * learned
 
 
-FIVE = f"{SIZES} --total-timesteps {5 * 12 * 16} --eval-every 0"
-REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-every 100 --eval-every 300 --save-model"
-REPLAY += " --train-frequency 4"
+SHORT = {
+    "ppo_ddp.py": FIVE,
+    "ppg_ddp.py": f"{FIVE} {PHASES} --n-pi 5",
+    "dqn_ddp.py": f"{REPLAY} --prioritized",
+    "sac_ddp.py": f"{REPLAY} --prioritized",
+}
 
 
-@pytest.mark.parametrize(
-    "script, flags",
-    [
-        ("ppo_ddp.py", f"{FIVE} --env-id Hopper-v5 --norm-obs"),
-        ("dqn_ddp.py", f"{REPLAY} --env-id MinAtar/Breakout-v1"),
-    ],
-)
-def test_simulators_and_images_agree_over_ranks(script, flags, tmp_path):
-    """C1 in float64 on MuJoCo and on images: 1e-9."""
-    one, two = (run(script, size, flags, tmp_path / str(size)) for size in (1, 2))
-    assert_close(one, two)
-
-
-@pytest.mark.parametrize("script", ["ppo_ddp.py", "ppg_ddp.py", "dqn_ddp.py", "sac_ddp.py"])
+@pytest.mark.parametrize("script", SHORT)
 def test_the_same_command_gives_the_same_bytes(script, tmp_path):
-    """C2 at world size 2 in float32, also where another processor rounds the first parameters of rank 1 otherwise."""
-    flags = f"{REPLAY} --prioritized"
-    if script in ("ppo_ddp.py", "ppg_ddp.py"):
-        flags = FIVE if script == "ppo_ddp.py" else f"{FIVE} {PHASES} --n-pi 5"
-    a = run(script, 2, flags, tmp_path / "a", dtype="float32")
-    b = run(script, 2, flags, tmp_path / "b", dtype="float32", LOCKSTEP_FAULT="start@1@0")
+    """C2 at world size 2 in float32, also where another processor rounds the first parameters of rank 1 otherwise.
+
+    And C1 in float32: one process agrees within 1e-3 over five iterations, or a hundred gradient steps.
+    """
+    a = run(script, 2, SHORT[script], tmp_path / "a", dtype="float32")
+    b = run(script, 2, SHORT[script], tmp_path / "b", dtype="float32", LOCKSTEP_FAULT="start@1@0")
     assert same_run(a, b) == "" and len(a.rows) >= 5
-
-
-@pytest.mark.parametrize(
-    "script, flags",
-    [
-        ("ppo_ddp.py", FIVE),
-        ("ppg_ddp.py", f"{FIVE} {PHASES} --n-pi 5 --adam-eps 1e-5"),
-        ("dqn_ddp.py", REPLAY),
-        ("sac_ddp.py", REPLAY),
-    ],
-)
-def test_float32_agrees_over_the_first_updates(script, flags, tmp_path):
-    """C1 in float32: within 1e-3 over five iterations, or a hundred gradient steps."""
-    one, two = (run(script, size, flags, tmp_path / str(size), dtype="float32") for size in (1, 2))
-    assert_close(one, two, relative=1e-3, absolute=1e-5)
+    assert_close(run(script, 1, SHORT[script], tmp_path / "one", dtype="float32"), a, relative=1e-3, absolute=1e-5)
 
 
 def test_libraries_that_an_environment_draws_from_are_seeded(tmp_path):
@@ -101,38 +99,11 @@ def test_environments_are_divided(script, flags, size, tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()
     run(script, size, flags, tmp_path / "run", LOCKSTEP_NOTES=str(notes))
-    lines = [tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)]
-    training = {int(s): i for i, s in enumerate(environment_seeds(1, TRAINING, range(12)))}
-    evaluation = {int(s): e for e, s in enumerate(environment_seeds(1, EVALUATION, range(5)))}
-    seeds = [seed for _, seed, _ in lines]
-    assert sorted(seeds) == sorted([*training, *evaluation]), "an environment is missing, or is on two ranks"
-    for rank, seed, steps in lines:
-        if seed in training:
-            assert rank == training[seed] // (12 // size) and steps == 3 * 16
-        else:
-            assert rank == evaluation[seed] % size
-
-
-def recorded_minibatches(run_dir: str) -> None:
-    """One iteration of PPO; the observations of each minibatch go to a file of this rank."""
-    batches, forward = [], ppo_ddp.PPOLoss.forward
-
-    def record(self, minibatch):
-        batches.append(sorted(map(tuple, minibatch.obs.tolist())))
-        return forward(self, minibatch)
-
-    ppo_ddp.PPOLoss.forward = record
-    ppo_ddp.main(ppo_ddp.Args(num_envs=4, num_steps=8, total_timesteps=32, eval_every=0, run_dir=run_dir))
-    Path(f"{run_dir}{os.environ.get('RANK', 0)}.json").write_text(json.dumps(batches))
-
-
-def test_minibatches_are_divided(tmp_path):
-    """Minibatch k of one process is, row by row, the disjoint union of the ranks' minibatches k."""
-    for name, size in (("one", 1), ("two", 2)):
-        fork(recorded_minibatches, (str(tmp_path / name),), size, tmp_path / f"{name}.out", {})
-    whole, *parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one0", "two0", "two1"))
-    assert len(whole) == 16 and all(len(batch) == 8 for batch in whole)
-    for batch, part0, part1 in zip(whole, *parts, strict=True):
-        assert len(part0) == len(part1) == 4
-        assert sorted([*part0, *part1]) == batch
-        assert len(set(map(tuple, batch))) == 8
+    lines = {tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)}
+    training = {seed: i for i, seed in enumerate(environment_seeds(1, TRAINING, range(12)))}
+    evaluation = {seed: e for e, seed in enumerate(environment_seeds(1, EVALUATION, range(5)))}
+    places = [(rank, seed) for rank, seed, _ in lines]
+    expected = [(i // (12 // size), seed) for seed, i in training.items()]
+    expected += [(e % size, seed) for seed, e in evaluation.items()]
+    assert sorted({*places}) == sorted(expected), "an environment is missing, or is on two ranks"
+    assert all(steps == 3 * 16 for _, seed, steps in lines if seed in training)

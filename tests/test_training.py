@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import dqn_ddp
 import ppo_ddp
 from runs import assert_close, run, same_run
 
@@ -86,26 +87,24 @@ def test_continuous_actions_are_of_their_space(script, tmp_path):
     assert len(result.column("eval/episodic_return")) == 3
 
 
-def test_atari_runs_on_two_ranks(tmp_path):
+ATARI = {
+    "ppo_ddp.py": "--num-steps 8 --num-minibatches 2 --total-timesteps 64 --update-epochs 1",
+    "dqn_ddp.py": "--buffer-size 400 --learning-starts 40 --batch-size 8 --total-timesteps 80 --train-frequency 8"
+    " --log-every 40 --prioritized --n-step 3",
+}
+
+
+@pytest.mark.parametrize("script", ATARI)
+def test_atari_runs_on_two_ranks(script, tmp_path):
     """Native Pong, images channels-first: steps are exact, and the parameters are not those of the start."""
-    flags = "--env-id ALE/Pong-v5 --num-envs 4 --num-steps 8 --num-minibatches 2 --total-timesteps 64 --eval-every 0"
-    result = run("ppo_ddp.py", 2, f"{flags} --update-epochs 1 --save-model", tmp_path / "run", dtype="float32")
-    assert [int(x) for x in result.column("global_step")] == [32, 64]
+    flags = f"--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0 --save-model {ATARI[script]}"
+    result = run(script, 2, flags, tmp_path / "run", dtype="float32")
+    assert [int(x) for x in result.column("global_step")] == ([32, 64] if script == "ppo_ddp.py" else [40, 80])
     torch.manual_seed(1)
     torch.randint(2**62, ())  # as `train` draws
     space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    start = ppo_ddp.Agent(space, gym.spaces.Discrete(6)).state_dict()
-    moved = {name: (x - start[name]).abs().max().item() for name, x in result.model["agent"].items()}
-    assert all(0 < distance < 0.01 for distance in moved.values()), moved
-
-
-def test_dqn_on_atari_runs_on_two_ranks(tmp_path):
-    """Frame-once storage of native Pong: steps are exact, and all parameters move."""
-    flags = "--env-id ALE/Pong-v5 --num-envs 4 --buffer-size 400 --learning-starts 40 --batch-size 8 --save-model"
-    flags += " --total-timesteps 80 --train-frequency 8 --log-every 40 --target-network-frequency 1000000"
-    flags += " --eval-every 0 --prioritized --n-step 3"
-    result = run("dqn_ddp.py", 2, flags, tmp_path / "run", dtype="float32")
-    assert [int(x) for x in result.column("global_step")] == [40, 80] and len(result.column("losses/td_loss")) == 1
-    start = result.model["target_network"]
-    moved = {name: (x - start[name]).abs().max().item() for name, x in result.model["q_network"].items()}
+    ppo = script == "ppo_ddp.py"
+    network = ppo_ddp.Agent(space, gym.spaces.Discrete(6)) if ppo else dqn_ddp.QNetwork(space, 6, False, "auto", True)
+    start, end = network.state_dict(), result.model["agent" if ppo else "q_network"]
+    moved = {name: (x - start[name]).abs().max().item() for name, x in end.items()}
     assert all(0 < distance < 0.01 for distance in moved.values()), moved

