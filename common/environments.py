@@ -72,7 +72,9 @@ class Environments:
             return make_vec(args, self.num_envs, args.num_threads or self.world.cores, life_loss)
         except (gym.error.Error, ImportError, OSError, TypeError) as error:  # OSError: a missing ROM, say
             flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
-            raise BadInput(f"{flags}: {one_line(error)}") from error
+            known = isinstance(error, ModuleNotFoundError) and self.family in ("envpool", "MinAtar")
+            advice = f" (pip install {error.name})" if known else ""
+            raise BadInput(f"{flags}: {one_line(error)}{advice}") from error
 
     def reset(self, checkpoint: int = 0) -> np.ndarray:
         """Start an episode in every environment -> observations (n, *shape). `checkpoint`: the last one's.

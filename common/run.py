@@ -141,8 +141,8 @@ class Run:
 
     def mean_over_ranks(self, values: list[torch.Tensor]) -> float:
         """The mean of a scalar that `backward` returned at several updates, over all ranks."""
-        means = torch.stack(values).double().mean(0)
-        return self.world.gather_shards(means[:, None].tolist()).mean()  # collective
+        means = [[of_shard.mean().item()] for of_shard in torch.stack(values, 1).double()]
+        return self.world.gather_shards(means).mean()  # collective
 
     def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int) -> None:
         """Go on from a checkpoint or load a model, and evaluate before anything is learned.
