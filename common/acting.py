@@ -17,7 +17,7 @@ PERIOD = 64  # calls between two comparisons of numpy with the module, the same 
 
 
 class Policy:
-    """The first result of `module` on arrays (n, ...) of this process's environments, each shard's alone.
+    """The first result of `module` on arrays (n, ...) of this process's environments, each shard alone.
 
     numpy computes `layers`, if they are all Linear, Tanh or ReLU, on the parameters' own memory. The module
     acts for images, on a GPU and, which `note` says, for other layers, and where the two are found to differ,
@@ -30,11 +30,7 @@ class Policy:
         self.world = world
         self.note = note
         self.dtype = default_float()
-        self.restart()
-
-    def restart(self) -> None:
-        """Choose anew at the next call, as after a resume."""
-        self.calls = 0
+        self.calls = 0  # at 0, as after a resume, it chooses anew
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
         parts = [obs]
@@ -45,7 +41,7 @@ class Policy:
         self.calls += 1
         choices = zip(parts, self.by_numpy, strict=True)
         results = [self._numpy(part) if by_numpy else self._torch(part) for part, by_numpy in choices]
-        return results[0] if len(results) == 1 else np.concatenate(results)
+        return np.concatenate(results) if self.world.sharded else results[0]
 
     def _numpy(self, x: np.ndarray) -> np.ndarray:
         x = x.astype(self.dtype, copy=False)
@@ -66,32 +62,35 @@ class Policy:
         layers = [layer for layer in flattened(self.layers) if type(layer) is not nn.Identity]
         if self.calls == 0:
             simple = self.world.device.type == "cpu" and parts[0].ndim == 2
-            if simple and not all(type(x) in SIMPLE and not has_hooks(x) for x in layers):
-                simple = self._give_up("its layers are not all Linear, Tanh or ReLU")
-            if simple and self._depends_on_others(layers, parts[0]):
-                simple = self._give_up("its result depends on other parameters than its layers'")
+            known = all(type(layer) in SIMPLE and not has_hooks(layer) for layer in layers)
+            if simple and not (known and self._is_chain(layers, parts[0])):
+                simple = self._give_up("it is not Linear, Tanh and ReLU, one after another")
             self.by_numpy = [simple] * len(parts)
         if True in self.by_numpy:
             # for each layer its kind, and for Linear weight and bias
             self.steps = [(type(layer), *(p.detach().numpy().T for p in layer.parameters())) for layer in layers]
         for i, obs in enumerate(parts):
             if self.by_numpy[i] and self._differs(obs):
-                self.by_numpy[i] = self._give_up("its result is not that of its layers, one after another")
+                self.by_numpy[i] = self._give_up("its result is another")
 
     def _differs(self, obs: np.ndarray) -> bool:
         """Whether the results of numpy and of the module differ by more than rounding."""
         expected = self._torch(obs)
-        result = self._numpy(obs)
         size = np.abs(expected).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
-        return result.shape != expected.shape or not np.allclose(result, expected, rtol=0.0, atol=1e-4 * size)
+        return not np.allclose(self._numpy(obs), expected, rtol=0.0, atol=1e-4 * size, equal_nan=True)
 
-    def _depends_on_others(self, layers: list[nn.Module], obs: np.ndarray) -> bool:
-        """Whether the module's result has a gradient for a parameter that no layer has."""
-        own = {p for layer in layers for p in layer.parameters()}
-        others = [p for p in self.module.parameters() if p.requires_grad and p not in own]
-        result = first_result(self.module(to_tensor(obs))).sum()
-        gradients = torch.autograd.grad(result, others, allow_unused=True) if others else ()
-        return any(x is not None for x in gradients)
+    def _is_chain(self, layers: list[nn.Module], obs: np.ndarray) -> bool:
+        """Whether the module's result is the very tensor that its layers make, one after another."""
+        tensor = to_tensor(obs)
+        calls = []
+        hooks = [layer.register_forward_hook(lambda *call: calls.append(call)) for layer in layers]
+        with torch.no_grad():
+            result = first_result(self.module(tensor))
+        for hook in hooks:
+            hook.remove()
+        links = [tensor, *(output for *_, output in calls)]
+        linked = all(inputs[0] is link for (_, inputs, _), link in zip(calls, links, strict=False))
+        return linked and result is links[-1] and [layer for layer, *_ in calls] == layers
 
     def _give_up(self, reason: str) -> bool:
         self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")

@@ -178,7 +178,7 @@ class Run:
         """Reset all environments, after a checkpoint from other seeds -> observations (n, *shape)."""
         self.needs_reset = False
         for policy in self.policies:
-            policy.restart()
+            policy.calls = 0
         return self.envs.reset(self.num_checkpoints)
 
     def row_due(self, global_step: int, log_every: int) -> bool:

@@ -7,6 +7,7 @@ of all shards (`World.gather_shards`). Without `--shards` each process is one sh
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,8 @@ class Gradient:
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # this rank's shards but the last
         if self.ddp and (world.sharded or world.memory):
-            self.ddp.register_comm_hook(None, self._average)
+            average = weakref.WeakMethod(self._average)  # DDP keeps its hook, which must not keep DDP
+            self.ddp.register_comm_hook(None, lambda _, bucket: average()(None, bucket))
 
         def gradient(*inputs: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
             value, stats = self.bare(*inputs)

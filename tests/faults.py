@@ -94,7 +94,7 @@ REFUSED_ENVIRONMENTS = [  # script, id, what is said; what begins with ":" is ma
     ("dqn", "CartPole-v1 --no-scale-pixels", WHOLE),
     ("dqn", "MinAtar/Breakout-v1 --no-scale-pixels", WHOLE),
     ("ppo", ":MultiDiscrete-v0", "not MultiDiscrete([2 2])"),
-    ("ppo", ":IntBox-v0", "(a Box of floats), not Box(0, 5"),
+    ("ppo", ":IntBox-v0", "must be Discrete or Box of floats, not Box(0, 5"),
     ("dqn", "Pendulum-v1", "its actions must be Discrete"),
     ("sac", "CartPole-v1", "its actions must be Box"),
     ("sac", ":ImageBox-v0", "must be an environment with vector observations, not images"),

@@ -182,7 +182,6 @@ def test_gradients_are_means_over_shards_added_along_a_tree(world_size, memory, 
     fork(mean_gradients, (memory, shards), world_size, tmp_path / "out", {})
 
 
-@pytest.mark.xfail(strict=True, reason="DDP keeps its hook, which keeps DDP")
 def test_no_ddp_module_outlives_its_group(tmp_path):
     fork(mean_gradients, (True, 4, True), 2, tmp_path / "out", {})
 
