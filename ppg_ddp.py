@@ -391,8 +391,8 @@ def train(args: Args, run: Run) -> None:
     loss_fn = PPOLoss(agent, args)
     # DDP: it hooks `forward` and nothing else, so it wraps the losses, each of exactly the parameters that it uses;
     # acting and bootstrapping use the bare agent
-    ddp_loss = DDP(loss_fn) if world.world_size > 1 else loss_fn  # collective
-    ddp_aux_loss = DDP(aux_loss_fn) if world.world_size > 1 else aux_loss_fn  # collective
+    ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
+    ddp_aux_loss = DDP(aux_loss_fn, **world.ddp_options) if world.world_size > 1 else aux_loss_fn  # collective
     policy = run.policy(agent, agent.actor)  # arrays -> out, for vectors by numpy
 
     # every process draws the random numbers of all environments and keeps those of its own

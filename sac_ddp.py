@@ -279,8 +279,8 @@ def train(args: Args, run: Run) -> None:
     critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
     actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
     # DDP: it hooks `forward` and nothing else, so it wraps the losses; acting uses the bare actor
-    ddp_critic_loss = DDP(critic_loss_fn) if world.world_size > 1 else critic_loss_fn  # collective
-    ddp_actor_loss = DDP(actor_loss_fn) if world.world_size > 1 else actor_loss_fn  # collective
+    ddp_critic_loss = DDP(critic_loss_fn, **world.ddp_options) if world.world_size > 1 else critic_loss_fn  # collective
+    ddp_actor_loss = DDP(actor_loss_fn, **world.ddp_options) if world.world_size > 1 else actor_loss_fn  # collective
 
     def draw_noise(positions: slice) -> torch.Tensor:
         """Normal noise for the whole batch, drawn on every process, which takes that of its places."""

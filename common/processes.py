@@ -73,6 +73,8 @@ class World:
             local_rank = int(launched.get("LOCAL_RANK", 0))
             self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
             self.nccl = self.local_world_size <= torch.cuda.device_count()
+        # on GPUs gradients stay out of DDP's buckets: kernels may round otherwise at another address
+        self.ddp_options = {"gradient_as_bucket_view": self.device.type == "cpu"}
         self.memory: SharedMemory | None = None  # with the other ranks
         self.pid = os.getpid()
         self.signum = 0  # the first signal that this rank received

@@ -76,9 +76,12 @@ class Run:
         self.policies.append(Policy(module, layers, self.world, self.logger.note))
         return self.policies[-1]
 
-    def upload(self, nest: Any) -> Any:
-        """Arrays, or nests of them, as tensors on this rank's device; floats in torch's default type."""
-        return upload(nest, self.device)
+    def upload(self, arrays: Any) -> Any:
+        """An array, or a tuple of them, as tensors on this rank's device; floats in torch's default type."""
+        if isinstance(arrays, tuple):
+            return upload(arrays, self.device)
+        [tensor] = upload([arrays], self.device)
+        return tensor
 
     @torch.no_grad()
     def by_shard(self, function: Callable[..., tuple], *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -32,7 +32,8 @@ class Gradient:
 
     def __init__(self, loss: nn.Module, world: World, compiles: bool, note: Callable[[str], None]) -> None:
         self.world = world
-        self.ddp = loss if isinstance(loss, DDP) else None
+        self.loss = loss
+        self.ddp = isinstance(loss, DDP)
         self.bare = loss.module if self.ddp else loss
         self.compiles = compiles
         self.compiled = False
@@ -43,7 +44,7 @@ class Gradient:
         self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # this rank's shards but the last
         if self.ddp and (world.sharded or world.memory):
             average = weakref.WeakMethod(self._average)  # DDP keeps its hook, which must not keep DDP
-            self.ddp.register_comm_hook(None, lambda _, bucket: average()(None, bucket))
+            loss.register_comm_hook(None, lambda _, bucket: average()(None, bucket))
 
         def gradient(*inputs: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
             value, stats = self.bare(*inputs)
@@ -56,19 +57,19 @@ class Gradient:
         parts = split(inputs, sizes) if self.world.sharded else [inputs]
         if self.compiles:
             self._compile(parts[0])  # collective
-        by_ddp = self.ddp and not self.compiled
+        by_backward = not self.compiled and (self.ddp or self.world.num_shards == 1)
         results = []
-        for part in parts[:-1] if by_ddp else parts:
+        for part in parts[:-1] if by_backward else parts:
             result = self.gradient(*part)
             if self.compiled and self.parameters[0].is_cuda:  # CUDA graphs write there again
                 result = tree_map(torch.clone, result)
             results.append(result)
         all_stats = [stats for _, stats in results]
-        if by_ddp:
+        if by_backward:
             self.earlier = [dict(zip(self.parameters, gradient, strict=True)) for gradient, _ in results]
             for p in self.parameters:
                 p.grad = None
-            value, stats = self.ddp(*parts[-1])
+            value, stats = self.loss(*parts[-1])
             value.backward()  # collective: DDP averages over processes
             return [*all_stats, stats]
 

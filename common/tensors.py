@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from common.processes import BadInput, World, one_line
 
@@ -16,7 +17,7 @@ ALIGNMENT = 512  # bytes, to which CUDA aligns its own memory; kernels may round
 
 def default_float() -> np.dtype:
     """Torch's default type of floating numbers, as numpy's."""
-    return torch.empty(0).numpy().dtype
+    return np.dtype(np.float64 if torch.get_default_dtype() == torch.float64 else np.float32)
 
 
 def to_tensor(array: np.ndarray) -> torch.Tensor:
@@ -30,21 +31,17 @@ def to_tensor(array: np.ndarray) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % 64 else tensor
 
 
-def upload(nest: Any, device: torch.device) -> Any:
-    """Nested tuples, lists and dicts with arrays -> the same with tensors on `device`.
-
-    Floats in torch's default type. A GPU gets all in one copy, for which this process need not wait.
-    """
-    nest = tree_map_only(np.ndarray, to_tensor, nest)
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Arrays as tensors on `device`; a GPU gets all in one copy, for which this process need not wait."""
+    tensors = [to_tensor(x) for x in arrays]
     if device.type == "cpu":
-        return nest
-    tensors = [x for x in tree_leaves(nest) if isinstance(x, torch.Tensor)]
+        return tensors
     sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for part, x in zip(packed.split(sizes), tensors, strict=True):
         part[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-    parts = iter(packed.to(device, non_blocking=True).split(sizes))
-    return tree_map_only(torch.Tensor, lambda x: next(parts)[: x.nbytes].view(x.dtype).view(x.shape), nest)
+    parts = packed.to(device, non_blocking=True).split(sizes)
+    return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def state_of(value: Any) -> Any:
