@@ -208,15 +208,15 @@ class Logger:
 
     def film(self, global_step: int, episode: Episode) -> None:
         """Film an evaluation's episode; if that fails, say why."""
-        started = time.perf_counter()
         if self.args.capture_video and self.enabled:
             from common.video import film
 
+            started = time.perf_counter()
             try:
                 film(self.dir / "videos" / f"{global_step}.mp4", self.args, episode, self.world.feed)
             except Exception as error:  # a simulator's own, a missing display's, a full disk's
                 self.note(f"--capture-video: no film ({type(error).__name__}: {one_line(error)})")
-        self.evaluated += time.perf_counter() - started
+            self.evaluated += time.perf_counter() - started
 
     def __enter__(self) -> Logger:
         return self

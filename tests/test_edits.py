@@ -31,29 +31,29 @@ OUT = "return self.actor(features),"
 HEAD = "layer_init(nn.Linear(num_features, num_outputs), std=0.01)"
 LOG_STD = "        if not self.discrete:\n            self.log_std"
 BIAS = f"        self.more = nn.Parameter(torch.zeros(1))\n{LOG_STD}"
-KINDS, OTHERS, RESULT = "its layers are not all", "depends on other parameters", "its result is not that of its layers"
+BY_TORCH = "it is not Linear, Tanh and ReLU, one after another"
 
 # edit: (what stands there and what the user writes, and so on; settings), or also why numpy does not act
 PPO = {
     "none": ([], {}),
     "none, Box": ([], BOX),
     "ReLU": ([("nn.Tanh()", "nn.ReLU()")], {}),
-    "GELU": ([("nn.Tanh()", "nn.GELU()")], {}, KINDS),
+    "GELU": ([("nn.Tanh()", "nn.GELU()")], {}, BY_TORCH),
     "deeper": ([("second, nn.Tanh())", "second, nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.ReLU())")], {}),
-    "layer norm": ([("second, nn.Tanh())", "second, nn.LayerNorm(64))")], {}, KINDS),
-    "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, KINDS),
-    "input scaling": ([(FEATURES, FEATURES.replace("(obs)", "(obs / 10)"))], {}, RESULT),
-    "branch": ([(FEATURES, f"        obs = obs / 10 if len(obs) > 1 else obs\n{FEATURES}")], {}, RESULT),
-    "squashed mean": ([(OUT, "return 2 * self.actor(features).tanh(),")], BOX, RESULT),
-    "a parameter beside": ([(LOG_STD, BIAS), (OUT, "return self.actor(features) + self.more,")], {}, OTHERS),
+    "layer norm": ([("second, nn.Tanh())", "second, nn.LayerNorm(64))")], {}, BY_TORCH),
+    "spectral norm": ([(HEAD, f"nn.utils.parametrizations.spectral_norm({HEAD})")], {}, BY_TORCH),
+    "input scaling": ([(FEATURES, FEATURES.replace("(obs)", "(obs / 10)"))], {}, BY_TORCH),
+    "branch": ([(FEATURES, f"        obs = obs / 10 if len(obs) > 1 else obs\n{FEATURES}")], {}, BY_TORCH),
+    "squashed mean": ([(OUT, "return 2 * self.actor(features).tanh(),")], BOX, BY_TORCH),
+    "a parameter beside": ([(LOG_STD, BIAS), (OUT, "return self.actor(features) + self.more,")], {}, BY_TORCH),
 }
 DQN = {
     "none": ([], {}),
-    "dueling": ([], DUELING, OTHERS),
+    "dueling": ([], DUELING, BY_TORCH),
     "deeper": ([("nn.Linear(width, size)", "nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, size)")], {}),
-    "layer norm": ([("num_features), nn.ReLU())\n", "num_features), nn.LayerNorm(num_features))\n")], {}, KINDS),
-    "features twice": ([(FEATURES, TWICE)], {}, RESULT),
-    "dropout": ([("width), nn.ReLU()", "width), nn.Dropout()")], {}, KINDS),
+    "layer norm": ([("num_features), nn.ReLU())\n", "num_features), nn.LayerNorm(num_features))\n")], {}, BY_TORCH),
+    "features twice": ([(FEATURES, TWICE)], {}, BY_TORCH),
+    "dropout": ([("width), nn.ReLU()", "width), nn.Dropout()")], {}, BY_TORCH),
 }
 PPG = {edit: PPO[edit] for edit in ("none", "none, Box", "GELU")}
 EDITS = {"ppo_ddp.py": PPO, "ppg_ddp.py": PPG, "dqn_ddp.py": DQN}
@@ -109,7 +109,7 @@ def test_an_edit_that_shows_late_is_found(float64):
     """What `forward` does with a number that changes during the run: within a period the module acts, to the end."""
     layers = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     module = nn.Sequential(layers)
-    module.forward = lambda obs: module.factor * layers(obs)
+    module.forward = lambda obs: layers(obs) if module.factor == 1.0 else module.factor * layers(obs)
     module.factor = 1.0
     notes = []
     policy = Policy(module, layers, World(False, None), notes.append)
@@ -118,7 +118,7 @@ def test_an_edit_that_shows_late_is_found(float64):
         module.factor = 1.0 if call <= 5 or call > PERIOD + 5 else 2.0
         policy(rng.normal(size=(5, 4)))
         assert policy.by_numpy == [call < PERIOD]
-    assert len(notes) == 1 and RESULT in notes[0]
+    assert len(notes) == 1 and "its result is another" in notes[0]
 
 
 RUNS = [("ppo_ddp.py", "branch"), ("ppg_ddp.py", "none"), ("dqn_ddp.py", "dueling"), ("dqn_ddp.py", "deeper")]
