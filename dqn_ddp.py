@@ -25,8 +25,6 @@ networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.059
    get the largest priority that any rank has set; a checkpoint truncates all running episodes.
 """
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from dataclasses import dataclass
@@ -39,9 +37,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole
+from common.arguments import Count, Fraction, Norm, Positive, Rate, RunArgs, Whole, launch
 from common.encoders import image_encoder
-from common.launch import launch
 from common.replay import Batch, ReplayBuffer
 from common.run import Run, crossed, open_run
 

@@ -40,8 +40,6 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
     (benchmark/suites.py). There, a time limit is a truncation; in the reference, a termination.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -53,9 +51,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
+from common.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole, launch
 from common.encoders import image_encoder
-from common.launch import launch
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.processes import World
 from common.run import Run, open_run
@@ -443,7 +440,7 @@ def train(args: Args, run: Run) -> None:
         discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
         return_moments.update(discounted, world)  # collective
         learned_rewards = return_moments.scaled(learned_rewards)
-        t_obs, t_actions = run.upload((obs_moments.normalized(obs), actions))  # as tensors (num_steps, n, ...)
+        t_obs, t_actions = run.upload(obs_moments.normalized(obs), actions)  # as tensors (num_steps, n, ...)
         t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)
         _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
         for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not

@@ -26,8 +26,6 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
    truncates all running episodes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -38,9 +36,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole
+from common.arguments import Count, Fraction, Norm, Positive, RunArgs, Weight, Whole, launch
 from common.encoders import image_encoder
-from common.launch import launch
 from common.normalization import RunningMoments, discounted_returns, explained_variance, standardized
 from common.processes import World
 from common.run import Run, open_run
@@ -369,7 +366,7 @@ def train(args: Args, run: Run) -> None:
         discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
         return_moments.update(discounted, world)  # collective
         learned_rewards = return_moments.scaled(learned_rewards)
-        t_obs, t_actions = run.upload((obs_moments.normalized(obs), actions))  # as tensors (num_steps, n, ...)
+        t_obs, t_actions = run.upload(obs_moments.normalized(obs), actions)  # as tensors (num_steps, n, ...)
         t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)
         _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
         for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not

@@ -29,8 +29,6 @@ arXiv:1511.05952):
    all running episodes.
 """
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from dataclasses import dataclass
@@ -42,8 +40,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole
-from common.launch import launch
+from common.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole, launch
 from common.replay import Batch, ReplayBuffer
 from common.run import Run, crossed, open_run
 from common.tensors import default_float

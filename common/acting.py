@@ -1,7 +1,5 @@
 """Acting on a few observations by numpy, whose calls cost a fifth of torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,12 +1,16 @@
-"""What a user sets: the flags that all scripts share, their ranges, and the command line."""
-
-from __future__ import annotations
+"""The flags that all scripts share, their ranges, the command line, and the way from it to `main` and out."""
 
 import dataclasses
+import gc
 import json
 import math
+import os
+import socket
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -14,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import tyro
 
-from common.processes import BadInput
+from common.processes import BadInput, Stopped, end_now, end_with_parent
 
 
 class Range(NamedTuple):
@@ -47,6 +51,9 @@ GROUPS = {
 # these change no number and no row (--cuda changes roundings, and that is printed)
 MAY_CHANGE_ON_RESUME = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard"}
 MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "timeout", "cuda"}
+PATIENCE = 5.0  # seconds that rank 0 may need to say what happened
+# of errors of a collective or the store whose other end is gone
+PEER_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "another rank has ended", "got 0 bytes")
 
 
 @dataclass
@@ -160,25 +167,63 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def parse(args_type: type[RunArgs], words: list[str] | None = None) -> RunArgs:
-    """The command line, or `words`, as an instance of `args_type`; --help has the titles of `GROUPS`."""
-    fields = dataclasses.fields(args_type)
-    words = sys.argv[1:] if words is None else words
-    switches = {flag(field.name) for field in fields if field.type in (bool, "bool")}
+def parse(args_type: type[RunArgs], words: list[str]) -> RunArgs:
+    """The command line's `words` as an instance of `args_type`; --help has the titles of `GROUPS`."""
+    fields = {field.name: field for field in dataclasses.fields(args_type)}
+    switches = {flag(name) for name, field in fields.items() if field.type is bool}
     for name, value in pairwise(part for word in words for part in word.split("=", 1)):
         if name.replace("_", "-").replace("--no-", "--") in switches and not value.startswith("-"):
             raise BadInput(f"{name} {value}: takes no value; write --flag or --no-flag.")
-    all_names = {field.name for field in fields}
-    groups = {title: all_names.intersection(names.split()) for title, names in GROUPS.items()}
-    groups["algorithm"] = all_names.difference(*groups.values())
+    groups = {title: fields.keys() & {*names.split()} for title, names in GROUPS.items()}
+    groups["algorithm"] = fields.keys() - {*" ".join(GROUPS.values()).split()}
     boxes = []  # tyro shows a nested dataclass as a box, without the fields that are not for `__init__`
     for title, names in groups.items():
-        hidden = [field for field in fields if field.name not in names]
-        hidden = [(field.name, Any, dataclasses.field(default=field.default, init=False)) for field in hidden]
+        hidden = [(x, Any, dataclasses.field(default=fields[x].default, init=False)) for x in fields if x not in names]
         unchecked = {"__post_init__": lambda self: None}
-        box = dataclasses.make_dataclass(title, hidden, bases=(args_type,), namespace=unchecked)
-        boxes.append((title, box))
+        boxes.append((title, dataclasses.make_dataclass(title, hidden, bases=(args_type,), namespace=unchecked)))
     config = (tyro.conf.OmitArgPrefixes,)
     parsed = tyro.cli(dataclasses.make_dataclass("Flags", boxes), args=words, config=config)
-    values = {name: getattr(getattr(parsed, title), name) for title in groups for name in groups[title]}
-    return args_type(**values)
+    return args_type(**{name: getattr(getattr(parsed, title), name) for title in groups for name in groups[title]})
+
+
+def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
+    """Run `main` with the command line's flags. Exit codes: 0 done, 2 bad input, 1 a fault, 128 + signal.
+
+    torchrun ends all ranks after the first to end, so ranks sleep before they end with what rank 0 says too.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    nowhere = open(os.devnull, "w")
+    code = 0
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            end_with_parent()  # no rank outlives a killed torchrun
+            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            socket.create_connection(address).close()  # refused if it was killed before
+        with redirect_stdout(nowhere if rank else sys.stdout), redirect_stderr(nowhere if rank else sys.stderr):
+            args = parse(args_type, sys.argv[1:])
+        gc.freeze()  # what the imports made stays, so it need not be walked at each collection
+        try:
+            main(args)
+        except SystemExit as error:  # an environment's is no end of the run
+            if not isinstance(error, Stopped):
+                raise RuntimeError(f"sys.exit({error.code}) was called") from error
+            raise
+        if "RANK" not in os.environ:
+            return
+    except BadInput as error:
+        code = 2
+        time.sleep(PATIENCE if rank else 0)
+        print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+    except SystemExit as error:  # tyro's, or the end after a signal
+        code = error.code
+        time.sleep(PATIENCE if rank and code == 2 else 0)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as error:
+        code = 1
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_ENDED):
+            print(f"rank {rank}: stopped, because another rank ended.", file=sys.stderr, flush=True)
+            time.sleep(2 * PATIENCE)  # torchrun names the first rank to end as the cause
+        else:
+            traceback.print_exc()
+    end_now(code)

@@ -6,8 +6,6 @@ directory holds state.pt (what is equal on all ranks) and a file for each shard 
 its name when it is complete.
 """
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Vector environments: how they are made, seeded by global index, and counted; and evaluations in them."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing
@@ -35,9 +33,10 @@ def environment_seeds(seed: int, domain: int, indices: Sequence[int], checkpoint
 class Environments:
     """This rank's environments, each with a global index and a seed of its own.
 
-    `parts`: the global indices of each shard; `shards`: the same in local ones. Images are (channels, height,
-    width), vectors floats. `atari`: games, with `stack` frames in an observation, oldest first. `finished`:
-    (return, length, local environment) of episodes that ended. Raises `BadInput` naming --env-id.
+    `parts`: the global indices of each shard; `shards`: the same in local ones. Vectors are floats, images
+    (channels, height, width): their channels are the last axis unless the first is shorter. `atari`: games, with
+    `stack` frames in an observation, oldest first. `finished`: (return, length, local environment) of episodes
+    that ended. Raises `BadInput` naming --env-id.
     """
 
     def __init__(self, args: Any, domain: int, parts: list[range], world: World) -> None:
@@ -55,11 +54,13 @@ class Environments:
         self.single_action_space = self.envs.single_action_space
         self.atari = self.family == "ALE" or getattr(self.envs, "atari", False)
         self.stack = space.shape[0] if self.family == "ALE" else 1
-        self.channels_last = is_channels_last(space, args.env_id, self.atari)
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3):
+            needed = f"a vector (1-D Box) or an image (3-D Box), not {one_line(space)}"
+            raise BadInput(f"--env-id {args.env_id}: its observations must be {needed}.")
+        self.channels_last = len(space.shape) == 3 and not self.atari and space.shape[-1] <= space.shape[0]
         self.casts = len(space.shape) == 1 and space.dtype.kind != "f"
         if self.channels_last:
-            bounds = [np.moveaxis(x, -1, 0) for x in (space.low, space.high)]
-            space = gym.spaces.Box(*bounds, dtype=space.dtype)
+            space = gym.spaces.Box(np.moveaxis(space.low, -1, 0), np.moveaxis(space.high, -1, 0), dtype=space.dtype)
         elif self.casts:
             space = gym.spaces.Box(-np.inf, np.inf, space.shape, default_float())
         self.single_observation_space = space
@@ -67,13 +68,13 @@ class Environments:
     def _make(self) -> VectorEnv:
         args = self.args
         seed_libraries(environment_seeds(args.seed, self.domain, self.indices[:1])[0])
+        life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
         try:
-            life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
             return make_vec(args, self.num_envs, args.num_threads or self.world.cores, life_loss)
         except (gym.error.Error, ImportError, OSError, TypeError) as error:  # OSError: a missing ROM, say
+            missing = getattr(error, "name", None)
+            advice = f" (pip install {missing})" if missing in ("envpool", "minatar") else ""
             flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
-            known = isinstance(error, ModuleNotFoundError) and self.family in ("envpool", "MinAtar")
-            advice = f" (pip install {error.name})" if known else ""
             raise BadInput(f"{flags}: {one_line(error)}{advice}") from error
 
     def reset(self, checkpoint: int = 0) -> np.ndarray:
@@ -141,12 +142,11 @@ class Environments:
 
     def pop_sums(self) -> np.ndarray:
         """For each shard (number here, 3): returns, lengths, number of its episodes since the last call."""
-        sums = np.zeros((len(self.shards), 3))
+        sums = np.zeros((self.num_envs, 3))
         for episode_return, length, i in self.finished:
-            shard = next(k for k, envs in enumerate(self.shards) if i < envs.stop)
-            sums[shard] += episode_return, length, 1
+            sums[i] += episode_return, length, 1
         self.finished = []
-        return sums
+        return np.add.reduceat(sums, [shard.start for shard in self.shards])
 
     def close(self) -> None:
         self.envs.close(**({"timeout": 5} if hasattr(self.envs, "processes") else {}))
@@ -248,25 +248,6 @@ class Simulator(gym.Wrapper):
         if terminated or truncated:  # kept while the vector resets; many return one array at each step
             obs = np.array(obs, self.observation_space.dtype)
         return obs, reward, terminated, truncated, {}
-
-
-def is_channels_last(space: gym.Space, env_id: str, atari: bool) -> bool:
-    """Whether an image's channels are its last axis: its smallest, except in games.
-
-    Raises `BadInput` for what is neither a vector nor an image.
-    """
-    shape = space.shape if isinstance(space, gym.spaces.Box) else ()
-    if len(shape) == 3:
-        first, rows, last = shape
-        if atari or (first < min(rows, last) and not env_id.startswith("MinAtar/")):
-            return False  # of any number of frames
-        if last < min(first, rows) or env_id.startswith("MinAtar/"):
-            return True  # of any number of kinds of objects
-    if len(shape) != 1:
-        image = "a 3-D Box with fewer channels, first or last, than rows and columns"
-        needed = f"a vector (1-D Box) or an image ({image}), not {one_line(space)}"
-        raise BadInput(f"--env-id {env_id}: its observations must be {needed}.")
-    return False
 
 
 class Episode(NamedTuple):

@@ -1,7 +1,5 @@
 """The run directory and what is written there; rank 0 writes, on other ranks the same calls do nothing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -15,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import filelock
 import torch
@@ -218,7 +216,7 @@ class Logger:
                 self.note(f"--capture-video: no film ({type(error).__name__}: {one_line(error)})")
             self.evaluated += time.perf_counter() - started
 
-    def __enter__(self) -> Logger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:

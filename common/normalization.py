@@ -1,7 +1,5 @@
 """Means and variances over the transitions of all ranks, in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """EnvPool's environments (ids `envpool/...`), which C++ threads simulate, as a gymnasium vector."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 A process is called a *rank*. torchrun starts several; plain `python` is a run of one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import faulthandler

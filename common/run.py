@@ -1,9 +1,7 @@
 """What surrounds a training loop: gradients, rows of metrics, what is done periodically; and its opening."""
 
-from __future__ import annotations
-
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -50,8 +48,8 @@ class Run:
         self.replay: Any = None
         self.policies: list[Policy] = []
         self.gradients: dict[nn.Module, Gradient] = {}
-        self.reported: list[list[dict[str, torch.Tensor]]] = []  # by losses, what is not yet in the sums
-        self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what was reported
+        self.reported: dict[str, list] = defaultdict(list)  # at each update, a scalar for each shard
+        self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what was reported before
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()  # by column
         self.updating = False
@@ -76,12 +74,10 @@ class Run:
         self.policies.append(Policy(module, layers, self.world, self.logger.note))
         return self.policies[-1]
 
-    def upload(self, arrays: Any) -> Any:
-        """An array, or a tuple of them, as tensors on this rank's device; floats in torch's default type."""
-        if isinstance(arrays, tuple):
-            return upload(arrays, self.device)
-        [tensor] = upload([arrays], self.device)
-        return tensor
+    def upload(self, *arrays: np.ndarray) -> Any:
+        """An array as a tensor on this rank's device, or several as a list; floats in torch's default type."""
+        tensors = upload(arrays, self.device)
+        return tensors if len(tensors) > 1 else tensors[0]
 
     @torch.no_grad()
     def by_shard(self, function: Callable[..., tuple], *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -108,19 +104,15 @@ class Run:
         if loss not in self.gradients:
             self._require_registered(loss)
             self.gradients[loss] = Gradient(loss, self.world, self._compiles(sizes), self.logger.note)
-        if sizes is None:
-            k = len(self.envs.shards)
-            rows = inputs[0] if isinstance(inputs[0], torch.Tensor) else inputs[0][0]
-            sizes = [len(rows) // k] * k
         stats = self.gradients[loss](inputs, sizes)  # collective
         self.world.feed()
-        scalars = [name for name, x in stats[0].items() if x.dim() == 0]
-        self.reported.append([{name: of_shard[name] for name in scalars} for of_shard in stats])
-        if len(self.reported) == 16:  # keeping more tensors until the row would fragment memory
-            self._sum_reported()
-        if len(stats) == 1:
-            return {name: x.reshape(-1) for name, x in stats[0].items()}
-        return {name: torch.cat([of_shard[name].reshape(-1) for of_shard in stats]) for name in stats[0]}
+        of_names = {name: [of_shard[name] for of_shard in stats] for name in stats[0]}
+        for name, of_shards in of_names.items():
+            if of_shards[0].dim() == 0:
+                self.reported[name].append(of_shards)
+                if len(self.reported[name]) == 16:  # keeping more tensors until the row would fragment memory
+                    self._sum_reported(name)
+        return {name: x[0].reshape(-1) if len(x) == 1 else torch.hstack(x) for name, x in of_names.items()}
 
     def _compiles(self, sizes: list[int] | None) -> bool:
         """--compile, except where a shard's part of a batch changes its size, each compiled anew."""
@@ -168,9 +160,8 @@ class Run:
 
             load_model(args, self.state)
         self.logger.start(saved.get("logger"))
-        through = f" through {'shared memory' if self.world.memory else 'sockets'}" * (self.world.world_size > 1)
-        processes = f"{self.world.world_size} process(es){through}, {self.device}"
-        self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}")
+        processes = f"{self.world.world_size} process(es){' through shared memory' if self.world.memory else ''}"
+        self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}, {self.device}")
         if args.eval_every and not self.global_step:
             self._evaluate()  # collective
             if self.world.stop:
@@ -198,7 +189,8 @@ class Run:
     def log(self, global_step: int, more: dict[str, float]) -> None:
         """Write a row: means over all ranks of what losses reported and of ended episodes; `more` columns."""
         self.lap("time/update" if self.updating else "time/rollout")
-        self._sum_reported()
+        for name in self.reported:
+            self._sum_reported(name)
         sums = np.hstack([self.envs.pop_sums(), [[*of_shard.values()] for of_shard in self.sums]])
         table = self.world.gather([*sums.ravel(), *self.seconds.values()])  # collective
         totals, seconds = np.split(table, [sums.size], axis=1)
@@ -210,18 +202,16 @@ class Run:
             row["charts/episodic_length"] = lengths / episodes
         for (name, count), total in zip(self.counts.items(), losses, strict=True):
             row[f"losses/{name}"] = total / count / self.world.num_shards
-        for counter in (*self.sums, self.counts, self.seconds):
-            counter.clear()
+        for of_row in (*self.sums, self.counts, self.seconds, self.reported):
+            of_row.clear()
         self.logger.log(global_step, row | more)
 
-    def _sum_reported(self) -> None:
-        for name in dict.fromkeys(name for stats in self.reported for name in stats[0]):
-            updates = [stats for stats in self.reported if name in stats[0]]
-            self.counts[name] += len(updates)
-            for shard, sums in enumerate(self.sums):
-                values = torch.stack([stats[shard][name] for stats in updates])
-                sums[name] += values.double().sum().item()
-        self.reported = []
+    def _sum_reported(self, name: str) -> None:
+        updates = self.reported[name]
+        self.counts[name] += len(updates)
+        for sums, values in zip(self.sums, zip(*updates, strict=True), strict=False):
+            sums[name] += torch.stack(values).double().sum().item()
+        updates.clear()
 
     def lap(self, column: str | None = None) -> None:
         """Add the seconds since the last call to a column, or to none."""

@@ -5,8 +5,6 @@ alone, and sums over shards have one order: gradients are added along a binary t
 of all shards (`World.gather_shards`). Without `--shards` each process is one shard.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from common.memory import SLOT
 from common.processes import BadInput, World, one_line
+
+Gradients = list[torch.Tensor]  # one for each parameter
+Stats = dict[str, torch.Tensor]
 
 
 class Gradient:
@@ -33,69 +34,70 @@ class Gradient:
     def __init__(self, loss: nn.Module, world: World, compiles: bool, note: Callable[[str], None]) -> None:
         self.world = world
         self.loss = loss
-        self.ddp = isinstance(loss, DDP)
-        self.bare = loss.module if self.ddp else loss
+        self.bare = loss.module if isinstance(loss, DDP) else loss
         self.compiles = compiles
-        self.compiled = False
+        self.compiled: Callable[..., tuple[Gradients, Stats]] | None = None
         self.note = note
         if world.num_shards > 1:
             require_same_on_any_process(self.bare)
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        self.earlier: list[dict[nn.Parameter, torch.Tensor]] = []  # this rank's shards but the last
-        if self.ddp and (world.sharded or world.memory):
+        self.gradients: list[dict[nn.Parameter, torch.Tensor]] = []  # of this rank's shards so far
+        if isinstance(loss, DDP) and (world.sharded or world.memory):
             average = weakref.WeakMethod(self._average)  # DDP keeps its hook, which must not keep DDP
-            loss.register_comm_hook(None, lambda _, bucket: average()(None, bucket))
+            loss.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
-        def gradient(*inputs: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-            value, stats = self.bare(*inputs)
-            return torch.autograd.grad(value, self.parameters), stats
-
-        self.gradient = gradient
-
-    def __call__(self, inputs: Any, sizes: list[int]) -> list[dict[str, torch.Tensor]]:
-        """Nested tensors (b, ...), `sizes` rows of each shard -> what the loss reports for each. Collective."""
-        parts = split(inputs, sizes) if self.world.sharded else [inputs]
+    def __call__(self, inputs: Any, sizes: list[int] | None) -> list[Stats]:
+        """Nested tensors (b, ...), `sizes` or equal parts for each shard -> what the loss reports. Collective."""
+        *earlier, last = split(inputs, sizes, len(self.world.shards)) if self.world.sharded else [inputs]
         if self.compiles:
-            self._compile(parts[0])  # collective
-        by_backward = not self.compiled and (self.ddp or self.world.num_shards == 1)
-        results = []
-        for part in parts[:-1] if by_backward else parts:
-            result = self.gradient(*part)
-            if self.compiled and self.parameters[0].is_cuda:  # CUDA graphs write there again
-                result = tree_map(torch.clone, result)
-            results.append(result)
-        all_stats = [stats for _, stats in results]
-        if by_backward:
-            self.earlier = [dict(zip(self.parameters, gradient, strict=True)) for gradient, _ in results]
+            self._compile(last)  # collective
+        self.gradients = []
+        stats = [self._add(self.bare, part) for part in earlier]
+        stats.append(self._add(self.loss, last))  # collective: DDP averages over ranks
+        if self.compiled or self.loss is self.bare:
+            mean = self._mean(tree_sum([[*of_shard.values()] for of_shard in self.gradients]))  # collective
+            for p, gradient in zip(self.parameters, mean, strict=True):
+                # a fused optimiser takes the parameters' order of memory for granted
+                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+        return stats
+
+    def _add(self, loss: nn.Module, inputs: Any) -> Stats:
+        """Add a shard's gradients to the list -> what the loss reports."""
+        if self.compiled:
+            gradients, stats = self.compiled(*inputs)
+            if self.parameters[0].is_cuda:  # CUDA graphs write there again
+                gradients, stats = tree_map(torch.clone, (gradients, stats))
+        else:
             for p in self.parameters:
                 p.grad = None
-            value, stats = self.loss(*parts[-1])
-            value.backward()  # collective: DDP averages over processes
-            return [*all_stats, stats]
+            value, stats = loss(*inputs)
+            value.backward()
+            gradients = [p.grad for p in self.parameters]
+            if any(x is None for x in gradients):
+                raise BadInput(f"{type(self.bare).__name__}: its result must depend on all its parameters.")
+        self.gradients.append(dict(zip(self.parameters, gradients, strict=True)))
+        return stats
 
-        gradients = tree_sum([[*gradient] for gradient, _ in results])
+    def _mean(self, gradients: Gradients) -> Gradients:
+        """Sums over this rank's shards -> the mean over all shards."""
         if self.world.world_size > 1:
             flat = torch.cat([x.flatten() for x in gradients])
             sum_over_ranks(flat, self.world)  # collective
-            flat_parts = flat.split([x.numel() for x in gradients])
-            gradients = [part.view(x.shape) for part, x in zip(flat_parts, gradients, strict=True)]
+            parts = flat.split([x.numel() for x in gradients])
+            gradients = [part.view(x.shape) for part, x in zip(parts, gradients, strict=True)]
         if self.world.num_shards > 1:
             torch._foreach_div_(gradients, self.world.num_shards)
-        for p, gradient in zip(self.parameters, gradients, strict=True):
-            # a fused optimiser takes the parameters' order of memory for granted
-            p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
-        return all_stats
+        return gradients
 
-    def _average(self, _, bucket):
+    def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: in the last shard's backward, the mean of a bucket over all shards."""
         buffer = bucket.buffer()
-        if self.earlier:
-            parameters = bucket.parameters()
+        if self.gradients:
             # contiguous views, though the bucket keeps each parameter's order of axes
-            views = zip(bucket.gradients(), parameters, strict=True)
-            gradients = [x.as_strided(p.shape, p.stride()) for x, p in views]
-            shards = [[shard[p] for p in parameters] for shard in self.earlier]
-            torch._foreach_copy_(gradients, tree_sum([*shards, gradients]))
+            views = zip(bucket.gradients(), bucket.parameters(), strict=True)
+            last = [x.as_strided(p.shape, p.stride()) for x, p in views]
+            earlier = [[of_shard[p] for p in bucket.parameters()] for of_shard in self.gradients]
+            torch._foreach_copy_(last, tree_sum([*earlier, last]))
         sum_over_ranks(buffer, self.world)  # collective
         buffer /= self.world.num_shards
         future = torch.futures.Future()
@@ -104,11 +106,16 @@ class Gradient:
 
     def _compile(self, inputs: Any) -> None:
         """Compile for inputs like these; where that fails on any rank, go on without."""
+
+        def gradient(*inputs: Any) -> tuple[Gradients, Stats]:
+            value, stats = self.bare(*inputs)
+            return torch.autograd.grad(value, self.parameters), stats
+
         self.compiles = False
         # CUDA graphs, and kernels that no timing chooses, on each rank alike
         options = {"triton.cudagraphs": True, "deterministic": True} if self.parameters[0].is_cuda else None
         torch._dynamo.config.trace_autograd_ops = True  # `backward` in a graph may not set `.grad`
-        compiled = torch.compile(self.gradient, fullgraph=True, dynamic=False, options=options)
+        compiled = torch.compile(gradient, fullgraph=True, dynamic=False, options=options)
         fault = ""
         try:
             compiled(*inputs)
@@ -118,14 +125,13 @@ class Gradient:
         if faults:
             self.note(f"--compile: {type(self.bare).__name__} is not compiled ({faults[0]})")
         else:
-            self.gradient = compiled
-            self.compiled = True
+            self.compiled = compiled
 
 
-def split(nest: Any, sizes: list[int]) -> list[Any]:
-    """Nested tensors (b, ...) -> each shard's, in memory of its own: kernels may round by address."""
+def split(nest: Any, sizes: list[int] | None, num_parts: int) -> list[Any]:
+    """Nested tensors (b, ...) -> the same for each part, in memory of its own: kernels may round by address."""
     leaves, spec = tree_flatten(nest)
-    parts = zip(*(x.split(sizes) for x in leaves), strict=True)
+    parts = zip(*(x.split(sizes or len(x) // num_parts) for x in leaves), strict=True)
     return [tree_unflatten([x.clone() for x in part], spec) for part in parts]
 
 

@@ -1,7 +1,5 @@
 """Tensors: of arrays, on a GPU, and of a run's state, which is saved, restored and compared."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

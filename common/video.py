@@ -3,8 +3,6 @@
 Played again, so that drawing, whatever it does to a simulator, does not change the evaluation.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

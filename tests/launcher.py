@@ -16,7 +16,7 @@ import time
 import torch
 
 from common import checkpoint, logger, processes
-from common.launch import launch
+from common.arguments import launch
 
 FIRST_NETWORK = {"Agent": "actor.4.bias", "QNetwork": "head.2.bias", "Actor": "layers.4.bias"}  # and a parameter of it
 

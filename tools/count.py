@@ -4,8 +4,6 @@ Lines; characters of an average line that is not blank; assignments that pack se
 and lines of more than 110 characters, both in percent.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import NamedTuple

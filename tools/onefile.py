@@ -8,8 +8,6 @@ that it needs, for `uv run my_ppo.py` (PEP 723). Works on your own copies too: t
 `--without`: files to leave out, of those that are imported inside a function; who asks for one is told so.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json
@@ -131,7 +129,7 @@ def merged_imports(sources: list[Source]) -> list[str]:
     for node in (node for source in sources for node in source.imports):
         names[getattr(node, "module", "")].update(map(ast.unparse, node.names))
     lines = [f"import {name}" for name in sorted(names.pop("", []))]
-    for module in sorted(names.keys() - {"__future__"}):
+    for module in sorted(names):
         ordered = sorted(names[module], key=lambda name: (not name.isupper(), not name[0].isupper(), name.lower()))
         line = f"from {module} import {', '.join(ordered)}"
         if len(line) > WIDTH:
@@ -158,7 +156,7 @@ def one_file(script: Path, name: str, without: Sequence[str] = ()) -> str:
     note = f"One file, made by tools/onefile.py of {script.name} and the files of `common/` that it uses: copy it."
     head = [line.replace(script.name, name) for line in source.head]
     head = [note if line.startswith("To use it in a project of your own") else line for line in head]
-    lines = [*packages(), *head, "from __future__ import annotations", "", *merged_imports([source, *files])]
+    lines = [*packages(), *head, *merged_imports([source, *files])]
     sections = [f"# FROM {file.path.relative_to(root)}\n\n\n{file.code}\n\n\n" for file in files]
     text = "\n".join(lines) + "\n\n" + "".join(sections) + f"# FROM {script.name}\n\n\n{source.code}\n"
     for name in without:
