@@ -25,7 +25,9 @@ arXiv:1511.05952):
 6. Logged losses are means over all gradient steps since the last row.
 7. `--alpha` is 1.0 by default with `--no-autotune` too, where CleanRL takes 0.2.
 8. By default 4 environments, where CleanRL takes 1, so that 4 gradient steps follow each vector step.
-9. In `common/`: new transitions get the largest priority that any rank has set; a checkpoint truncates
+9. Actions, their log-probabilities and so the temperature are in units of [-1, 1], whatever the bounds are
+   (as in Stable-Baselines3 and the authors' code); CleanRL's are in the environment's units.
+10. In `common/`: new transitions get the largest priority that any rank has set; a checkpoint truncates
    all running episodes.
 """
 
@@ -114,19 +116,11 @@ def mlp(num_inputs: int, num_outputs: int) -> nn.Sequential:
 
 
 class Actor(nn.Module):
-    """Observations (B, size) -> a normal distribution, squashed by tanh and scaled to the actions' bounds.
+    """Observations (B, size) -> actions of a normal distribution, squashed by tanh."""
 
-    An action is `bias + scale * tanh(u)`, with u normal; `scale` and `bias` are (d,).
-    """
-
-    def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box, device: torch.device) -> None:
+    def __init__(self, obs_space: gym.spaces.Box, action_size: int) -> None:
         super().__init__()
-        low = action_space.low.astype(np.float64).ravel()
-        high = action_space.high.astype(np.float64).ravel()
-        self.layers = mlp(obs_space.shape[0], 2 * len(low)).to(device)  # means and squashed log standard deviations
-        options = {"dtype": torch.get_default_dtype(), "device": device}
-        self.scale = torch.tensor((high - low) / 2, **options)
-        self.bias = torch.tensor((high + low) / 2, **options)
+        self.layers = mlp(obs_space.shape[0], 2 * action_size)  # means and squashed log standard deviations
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """obs (B, size), normal noise (B, d) -> actions (B, d) and their log-probabilities (B,)."""
@@ -134,16 +128,16 @@ class Actor(nn.Module):
         log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std.tanh() + 1)
         u = mean + log_std.exp() * noise
         log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-        log_det = 2 * (math.log(2) - u - F.softplus(-2 * u)) + self.scale.log()  # log(1 - tanh(u)^2), stable
-        return self.bias + self.scale * u.tanh(), (log_prob - log_det).sum(-1)
+        log_det = 2 * (math.log(2) - u - F.softplus(-2 * u))  # log(1 - tanh(u)^2), stable
+        return u.tanh(), (log_prob - log_det).sum(-1)
 
 
 class Critics(nn.Module):
     """Two networks, qf1 and qf2: observations (B, size) and actions (B, d) -> the values of both, (2, B)."""
 
-    def __init__(self, obs_space: gym.spaces.Box, action_space: gym.spaces.Box) -> None:
+    def __init__(self, obs_space: gym.spaces.Box, action_size: int) -> None:
         super().__init__()
-        size = obs_space.shape[0] + math.prod(action_space.shape)
+        size = obs_space.shape[0] + action_size
         self.qf1, self.qf2 = mlp(size, 1), mlp(size, 1)
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
@@ -198,14 +192,14 @@ class ActorLoss(nn.Module):
         self.log_alpha = log_alpha
         self.critics = critics  # without gradients
         self.scale = scale  # num_shards / batch_size
-        self.target_entropy = -len(actor.scale)
 
     def forward(self, obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """obs (b, size), noise (b, d) -> this shard's share of the loss and, detached, its parts."""
         actions, log_prob = self.actor(obs, noise)
         min_qf = torch.minimum(*self.critics(obs, actions))
         actor_loss = (self.log_alpha.detach().exp() * log_prob - min_qf).sum() * self.scale
-        alpha_loss = -(self.log_alpha.exp() * (log_prob.detach() + self.target_entropy)).sum() * self.scale
+        target_entropy = -noise.shape[-1]  # of actions in units of [-1, 1]
+        alpha_loss = -(self.log_alpha.exp() * (log_prob.detach() + target_entropy)).sum() * self.scale
         stats = {"actor_loss": actor_loss.detach()}
         if self.log_alpha.requires_grad:
             stats["alpha_loss"] = alpha_loss.detach()
@@ -233,11 +227,12 @@ def main(args: Args) -> None:
 def train(args: Args, run: Run) -> None:
     world = run.world
     envs = run.envs
-    spaces = (envs.single_observation_space, envs.single_action_space)
-    args.require(len(spaces[0].shape) == 1, "env_id", "an environment with vector observations, not images")
-    low, high = spaces[1].low, spaces[1].high
-    bounded = ((low < high) & (low >= -1e6) & (high <= 1e6)).all()  # beyond, float32 overflows in the losses
-    args.require(bounded, "env_id", "an environment whose actions have distinct bounds, within -1e6 and 1e6")
+    obs_space = envs.single_observation_space
+    action_space = envs.single_action_space  # in units of [-1, 1] where its own has bounds
+    args.require(len(obs_space.shape) == 1, "env_id", "an environment with vector observations, not images")
+    bounded = (action_space.low == -1).all() and (action_space.high == 1).all()
+    args.require(bounded, "env_id", "an environment whose actions have finite bounds")
+    action_size = math.prod(action_space.shape)
     budget = args.total_timesteps // args.num_envs * args.num_envs
     local_envs = world.local_slice(args.num_envs)
 
@@ -245,8 +240,8 @@ def train(args: Args, run: Run) -> None:
     torch.manual_seed(args.seed)
     seed = int(torch.randint(2**62, ()))  # with --seed itself it would repeat the initial weights' numbers
     generator = torch.Generator().manual_seed(seed)
-    actor = Actor(*spaces, run.device)
-    critics = Critics(*spaces).to(run.device)
+    actor = Actor(obs_space, action_size).to(run.device)
+    critics = Critics(obs_space, action_size).to(run.device)
     critics_target = deepcopy(critics).requires_grad_(False)
     critics_frozen = deepcopy(critics).requires_grad_(False)
     parameters = list(critics.parameters())
@@ -264,8 +259,8 @@ def train(args: Args, run: Run) -> None:
         args.buffer_size,
         args.num_envs,
         world,
-        spaces[0],
-        action_shape=(len(actor.scale),),
+        obs_space,
+        action_shape=(action_size,),
         action_dtype=default_float(),
         gamma=args.gamma,
         alpha=args.per_alpha if args.prioritized else 0.0,
@@ -281,13 +276,13 @@ def train(args: Args, run: Run) -> None:
 
     def draw_noise(positions: slice) -> torch.Tensor:
         """Normal noise for the whole batch, drawn on every process, which takes that of its places."""
-        return torch.randn(args.batch_size, len(actor.scale), generator=generator)[positions].to(run.device)
+        return torch.randn(args.batch_size, action_size, generator=generator)[positions].to(run.device)
 
     def act(obs: np.ndarray) -> np.ndarray:
         """The actions of the means, for evaluation."""
         with torch.no_grad():
             obs = run.upload(obs)
-            return actor(obs, obs.new_zeros(len(obs), len(actor.scale)))[0].cpu().numpy()
+            return actor(obs, obs.new_zeros(len(obs), action_size))[0].cpu().numpy()
 
     run.load_or_start(act, budget)  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
@@ -297,9 +292,9 @@ def train(args: Args, run: Run) -> None:
             rb.start(obs)
         uniform = run.global_step < args.learning_starts
         draw = torch.rand if uniform else torch.randn
-        noise = draw(args.num_envs, len(actor.scale), generator=generator)[local_envs].to(run.device)
+        noise = draw(args.num_envs, action_size, generator=generator)[local_envs].to(run.device)
         if uniform:
-            actions = actor.bias + actor.scale * (2 * noise - 1)
+            actions = 2 * noise - 1
         else:
             [actions], _ = run.by_shard(actor, run.upload(obs)[None], noise[None])
         actions = actions.cpu().numpy()

@@ -6,16 +6,16 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import FlattenObservation
 
-from common.processes import BadInput, World, end_with_parent, one_line
+from common.processes import BadInput, World, end_with_parent, generators_kept, one_line
 from common.tensors import default_float
 
 TRAINING, EVALUATION, RESTART = range(3)  # seed domains
@@ -50,13 +50,10 @@ class Environments:
         self.family = args.env_id.partition("/")[0]
         self.started = False
         self.envs = self._make()
+        self._set_action_space(self.envs.single_action_space)
         space = self.envs.single_observation_space
-        self.single_action_space = self.envs.single_action_space
         self.atari = self.family == "ALE" or getattr(self.envs, "atari", False)
         self.stack = space.shape[0] if self.family == "ALE" else 1
-        if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3):
-            needed = f"a vector (1-D Box) or an image (3-D Box), not {one_line(space)}"
-            raise BadInput(f"--env-id {args.env_id}: its observations must be {needed}.")
         self.channels_last = len(space.shape) == 3 and not self.atari and space.shape[-1] <= space.shape[0]
         self.casts = len(space.shape) == 1 and space.dtype.kind != "f"
         if self.channels_last:
@@ -65,13 +62,32 @@ class Environments:
             space = gym.spaces.Box(-np.inf, np.inf, space.shape, default_float())
         self.single_observation_space = space
 
+    def _set_action_space(self, space: gym.Space) -> None:
+        """Scripts see an action between finite bounds in units of [-1, 1], whatever its own are."""
+        self.action_space = self.single_action_space = space
+        if isinstance(space, gym.spaces.Box):
+            with np.errstate(over="ignore"):
+                bounded = np.isfinite(space.high - space.low)  # not where a type's largest numbers stand for none
+            low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
+            self.center = (low + high) / 2
+            self.scale = (high - low) / 2
+            low, high = np.where(bounded, -1.0, space.low), np.where(bounded, 1.0, space.high)
+            self.single_action_space = gym.spaces.Box(low, high, dtype=space.dtype)
+
     def _make(self) -> VectorEnv:
         args = self.args
         seed_libraries(environment_seeds(args.seed, self.domain, self.indices[:1])[0])
         life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
+        name = "environment" if self.domain == TRAINING else "evaluation episode"
+        names = [f"{name} {i}" for i in self.indices]
         try:
-            return make_vec(args, self.num_envs, args.num_threads or self.world.cores, life_loss)
-        except (gym.error.Error, ImportError, OSError, TypeError) as error:  # OSError: a missing ROM, say
+            return make_vec(args, names, args.num_threads or self.world.cores, life_loss)
+        except (gym.error.Error, ImportError, OSError, TypeError) as error:
+            # a constructor's own error is no flag's fault
+            if isinstance(error, OSError) and self.family != "ALE":  # for which it is a missing ROM
+                raise
+            if isinstance(error, TypeError) and "keyword argument" not in str(error):
+                raise
             missing = getattr(error, "name", None)
             advice = f" (pip install {missing})" if missing in ("envpool", "minatar") else ""
             flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
@@ -97,7 +113,7 @@ class Environments:
         return self._converted(obs)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
-        """A vector step of actions (n,) from 0, or (n, d), which are clipped to their bounds.
+        """A vector step of actions (n,) from 0, or (n, d) in units of `single_action_space`, which are clipped.
 
         Infos: `final_obs`, by environment, the last observations of truncated episodes; `episode_ended` (n,):
         where a whole episode ended, not at a lost life. An episode that ends by itself is not truncated.
@@ -118,10 +134,11 @@ class Environments:
 
     def for_simulator(self, actions: np.ndarray) -> np.ndarray:
         """Actions (n,) from 0, or (n, d) -> as the space has them: its start, shape, type and bounds."""
-        space = self.single_action_space
+        space = self.action_space
         if isinstance(space, gym.spaces.Discrete):
             return (actions + space.start).astype(space.dtype, copy=False)
-        return actions.reshape(-1, *space.shape).astype(space.dtype).clip(space.low, space.high)
+        actions = self.center + self.scale * actions.reshape(-1, *space.shape)
+        return actions.clip(space.low, space.high).astype(space.dtype)
 
     def _count(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict) -> np.ndarray:
         """Count a vector step, by unchanged rewards -> where whole episodes ended."""
@@ -168,8 +185,9 @@ class Environments:
                 raise FloatingPointError(f"{where}: {what} is not finite")
 
 
-def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: bool = False) -> VectorEnv:
+def make_vec(args: Any, names: list[str], threads: int, life_loss: bool, draws: bool = False) -> VectorEnv:
     """The bare environments of --env-id, which reset in the step that ends an episode. `draws`: for films."""
+    num_envs = len(names)
     options = json.loads(args.env_kwargs)
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
     family = args.env_id.partition("/")[0]
@@ -194,13 +212,9 @@ def make_vec(args: Any, num_envs: int, threads: int, life_loss: bool, draws: boo
         if draws:
             options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
         return gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point", **own, **options)
-    if family == "MinAtar" and args.env_id not in gym.registry:
-        from minatar.gym import register_envs
-
-        register_envs()
-    own = {"wrappers": [partial(Simulator, minatar=family == "MinAtar")]}
-    own["vector_kwargs"] = same_step | {"copy": False}  # scripts copy what they keep
-    return gym.make_vec(args.env_id, num_envs, vectorization_mode=args.vectorization, **own, **options)
+    kind = AsyncVectorEnv if args.vectorization == "async" else SyncVectorEnv
+    makers = [partial(Simulator, args.env_id, options, name) for name in names]
+    return kind(makers, **same_step, copy=False)  # scripts copy what they keep
 
 
 def seed_libraries(seed: int) -> None:
@@ -209,26 +223,27 @@ def seed_libraries(seed: int) -> None:
     np.random.seed(seed)
 
 
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave those generators as they were."""
-    states = (random.getstate(), np.random.get_state())
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
 class Simulator(gym.Wrapper):
     """One environment that is written in Python: without its infos, which nothing reads.
 
+    Each episode has a seed, also of environments that would seed themselves. What is no image is flattened.
     In a worker process Ctrl-C spares it, it never outlives its rank, and libraries are seeded for it alone.
+    Errors of the environment carry its `name` and step. Raises `BadInput` for observations unlike their space.
     """
 
-    def __init__(self, env: gym.Env, minatar: bool) -> None:
+    def __init__(self, env_id: str, options: dict[str, Any], name: str) -> None:
+        self.minatar = env_id.startswith("MinAtar/")
+        if self.minatar and env_id not in gym.registry:
+            from minatar.gym import register_envs
+
+            register_envs()
+        env = gym.make(env_id, **options)
+        if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) not in (1, 3):
+            env = FlattenObservation(env)
         super().__init__(env)
-        self.minatar = minatar
+        self.shape = env.observation_space.shape
+        self.name = name
+        self.num_steps = 0
         # the rank itself makes one too, for its spaces
         self.in_worker = multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv>")
         if self.in_worker:
@@ -236,15 +251,39 @@ class Simulator(gym.Wrapper):
             end_with_parent()
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        if self.in_worker and seed is not None:
-            seed_libraries(seed)
+        if seed is None:
+            seed = int(self.seeds.integers(2**31))
+        else:
+            self.seeds = np.random.default_rng(seed)  # of the episodes that follow
+            for env in (self, self.unwrapped):
+                env.action_space.seed(seed)
+                env.observation_space.seed(seed)
+            if self.in_worker:
+                seed_libraries(seed)
         if self.minatar:
             self.unwrapped.game.last_action = 0  # it may stick, and MinAtar keeps it over a reset
-        obs, _ = self.env.reset(seed=seed, options=options)
+        try:
+            obs, _ = self.env.reset(seed=seed, options=options)
+        except Exception as error:
+            error.add_note(f"{self.name}, its reset after step {self.num_steps}")
+            raise
+        obs = np.asarray(obs)
+        space = self.observation_space
+        if obs.shape != space.shape or not np.can_cast(obs.dtype, space.dtype, "same_kind"):
+            fault = f"observed {obs.dtype}{list(obs.shape)}, where its space has {space.dtype}{list(space.shape)}"
+            raise BadInput(f"--env-id {self.spec.id}: {fault}.")
         return obs, {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        obs, reward, terminated, truncated, _ = self.env.step(action)
+        self.num_steps += 1
+        try:
+            obs, reward, terminated, truncated, _ = self.env.step(action)
+            reward = float(reward)
+            if np.shape(obs) != self.shape:
+                raise ValueError(f"it observed {np.shape(obs)}, where its space has {self.shape}")
+        except Exception as error:
+            error.add_note(f"{self.name}, its step {self.num_steps}")
+            raise
         if terminated or truncated:  # kept while the vector resets; many return one array at each step
             obs = np.array(obs, self.observation_space.dtype)
         return obs, reward, terminated, truncated, {}

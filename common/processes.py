@@ -7,9 +7,9 @@ import ctypes
 import datetime
 import faulthandler
 import gc
-import math
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -52,7 +52,7 @@ class World:
     """
 
     def __init__(self, cuda: bool = True, shards: int | None = None) -> None:
-        launched = os.environ if "RANK" in os.environ else {}
+        launched = os.environ if os.environ.get("RANK") and os.environ.get("WORLD_SIZE") else {}
         self.rank = int(launched.get("RANK", 0))
         self.world_size = int(launched.get("WORLD_SIZE", 1))
         self.local_world_size = int(launched.get("LOCAL_WORLD_SIZE", 1))
@@ -76,10 +76,10 @@ class World:
         self.memory: SharedMemory | None = None  # with the other ranks
         self.pid = os.getpid()
         self.signum = 0  # the first signal that this rank received
-        self.end = threading.Timer(GRACE, lambda: end_now(128 + self.signum))  # started by that signal
-        self.end.daemon = True
         self.stop = 0
-        self.next_arming = math.inf
+        self.store: dist.Store | None = None
+        self.progress = 0  # of this rank, in no unit
+        self.closing = threading.Event()
 
     def local_slice(self, num: int) -> slice:
         """Which of `num` things over all ranks (environments, shards) this rank holds."""
@@ -89,19 +89,19 @@ class World:
     def open(self, timeout: float) -> Iterator[None]:
         """Open the process group; make SIGINT and SIGTERM requests (`stop`); end the run if nothing moves.
 
-        `timeout`: seconds without progress after which this rank prints all its stacks and ends with code 1.
+        `timeout`: seconds without progress on any rank after which all print their stacks and end with code 1.
         DDP modules must be gone when the block ends: gloo may abort the process if they outlive their group.
         """
-        self.timeout = timeout
-        self.next_arming = 0.0
-        self.feed()
+        faulthandler.dump_traceback_later(timeout, exit=True)
+        watch = threading.Thread(target=self._watch, args=(timeout,), daemon=True)
+        watch.start()
         before = {}
         if threading.current_thread() is threading.main_thread():  # Python takes signals nowhere else
             for number in (signal.SIGINT, signal.SIGTERM):
                 before[number] = signal.signal(number, self._request)
         failed = False
         try:
-            self._init_process_group()  # collective
+            self._init_process_group(timeout)  # collective
             yield
         except BaseException as error:
             failed = True
@@ -111,8 +111,8 @@ class World:
             ends = failed and self.world_size > 1  # then torchrun's SIGTERM is not to cut its end short
             for number, handler in before.items() if not ends else ():
                 signal.signal(number, handler)
-            self.end.cancel()
-            self.next_arming = math.inf
+            self.closing.set()
+            watch.join(timeout=2.0)
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
             # NCCL's end waits for all ranks, and after a failure one may be gone
@@ -121,11 +121,11 @@ class World:
         if self.stop:
             raise Stopped(128 + self.stop)
 
-    def _init_process_group(self) -> None:
+    def _init_process_group(self, timeout: float) -> None:
         store = dist.HashStore()
         if self.world_size > 1:
             # torch says who is missing before the watchdog does
-            store, *_ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=0.8 * self.timeout)))
+            store, *_ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=0.8 * timeout)))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # earlier attempts' keys are there
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         if self.device.type == "cuda":
@@ -135,28 +135,44 @@ class World:
             torch.backends.cudnn.allow_tf32 = True
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # the sums of NVLink switches have no fixed order
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
-        limit = datetime.timedelta(seconds=2 * self.timeout)  # the watchdog, which shows stacks, comes first
+        limit = datetime.timedelta(days=1)  # the watchdog, which shows stacks, comes first
         place = {"rank": self.rank, "world_size": self.world_size}
         dist.init_process_group(backend, store=store, timeout=limit, **place)
         if self.world_size > 1 and self.device.type == "cpu":
             self.memory = share_memory(self.rank, self.world_size)  # collective
+        self.store = store
+
+    def _watch(self, timeout: float) -> None:
+        """Each second: tell other ranks of this one's progress; after any rank's, give all `timeout` seconds more.
+
+        So a rank may wait for long for another that goes on. `faulthandler` ends a process whatever it hangs in,
+        also where this thread cannot run.
+        """
+        told = known = 0
+        while not self.closing.wait(1.0):
+            if self.signum and time.monotonic() > self.signal_time + GRACE:
+                end_now(128 + self.signum)
+            news = self.progress - told
+            told += news
+            with suppress(RuntimeError):  # the store's process has ended, and this one will
+                total = self.store.add("progress", news) if self.store else 0
+                if total > known:
+                    faulthandler.dump_traceback_later(timeout, exit=True)
+                known = total
 
     def _request(self, signum: int, _: Any) -> None:
         """Note the first signal; end at a second one, or if no boundary is reached."""
         if os.getpid() != self.pid:  # an environment's process, forked from this one
             end_now(128 + signum)
         if not self.signum:
-            self.signum = signum
             self.signal_time = time.monotonic()
-            self.end.start()
+            self.signum = signum
         elif time.monotonic() > self.signal_time + 0.5:  # launchers may deliver one request twice
             end_now(128 + signum)
 
     def feed(self) -> None:
-        """Say that the run makes progress: the watchdog waits `timeout` seconds from now."""
-        if time.monotonic() >= self.next_arming:
-            self.next_arming = time.monotonic() + 1.0
-            faulthandler.dump_traceback_later(self.timeout, exit=True)
+        """Say that this rank makes progress."""
+        self.progress += 1
 
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
         """K numbers of every rank -> (world_size, K) float64, equal on all ranks. Shares stop requests too."""
@@ -205,12 +221,33 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def set_up_processor() -> None:
-    """One thread for numpy's BLAS, no denormal numbers, and a larger heap."""
-    threadpool_limits(1, "blas")  # products that are split over threads round differently
-    # processors are slow with numbers nearer to 0 than 1e-38, and Adam's averages for dead units become such
-    torch.set_flush_denormal(True)
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the generators of `random` and `numpy.random` as they were."""
+    states = (random.getstate(), np.random.get_state())
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Set up this process for a run; afterwards its generators, threads and number formats are as before."""
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed blocks: new pages cost time
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
             mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+    # processors are slow with numbers nearer to 0 than 1e-38, and Adam's averages for dead units become such
+    torch.set_flush_denormal(True)
+    # one thread for numpy's BLAS: products that are split over threads round differently
+    with generators_kept(), torch.random.fork_rng(devices=[]), threadpool_limits(1, "blas"):
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ from common.arguments import RunArgs
 from common.encoders import is_large
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
-from common.processes import BadInput, Stopped, World, one_line, set_up_processor
+from common.processes import BadInput, Stopped, World, one_line, process_kept
 from common.shards import Gradient
 from common.tensors import check_equal, for_model, state_of, upload
 
@@ -275,8 +275,7 @@ def open_run(
     args.require_multiple("num_envs", world.num_shards, divisor)
     size = args.num_envs // world.num_shards
     parts = [range(shard * size, (shard + 1) * size) for shard in world.shards]
-    set_up_processor()
-    with closing(Environments(args, TRAINING, parts, world)) as envs:
+    with process_kept(), closing(Environments(args, TRAINING, parts, world)) as envs:
         space = envs.single_action_space
         integers = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
         if integers or not isinstance(space, action_spaces):

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from common.arguments import RunArgs
-from common.environments import Episode, generators_kept, make_vec
+from common.environments import Episode, make_vec
+from common.processes import generators_kept
 
 
 @generators_kept()
@@ -32,7 +33,7 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
     ale = args.env_id.startswith("ALE/")
     deadline = time.monotonic() + args.timeout / 2
     total = 0.0
-    envs = make_vec(args, 1, threads=1, life_loss=False, draws=True)
+    envs = make_vec(args, ["film"], threads=1, life_loss=False, draws=True)
     with closing(envs) as env, av.open(part, "w") as file:
         games = ale or getattr(env, "atari", False)
         rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
