@@ -13,9 +13,11 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from numbers import Real
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+import numpy as np
 import tyro
 
 from common.processes import BadInput, Stopped, end_now, end_with_parent
@@ -39,6 +41,13 @@ Norm = Annotated[float, Range(lambda x: x > 0, "a number above 0 (inf: no clippi
 Seed = Annotated[int, Range(lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
 Seconds = Annotated[float, Range(lambda x: 2 <= x <= 1e6, "a number from 2 to 1e6")]
 Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
+
+TYPES = {  # of flags; a program may give numpy's numbers, paths, and 1e5 for 100000
+    bool: Range(lambda x: isinstance(x, bool | np.bool_), "True or False"),
+    int: Range(lambda x: isinstance(x, Real) and type(x) is not bool and float(x).is_integer(), "an integer"),
+    float: Range(lambda x: isinstance(x, Real) and type(x) is not bool, "a number"),
+    str: Range(lambda x: isinstance(x, str | os.PathLike), "text"),
+}
 
 # --help shows the flags under these titles, and all others under "algorithm"
 GROUPS = {
@@ -116,11 +125,10 @@ class RunArgs:
     def __post_init__(self) -> None:
         """Raise `BadInput`, naming the flag, for a value outside its range, and for flags that do not fit."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
-            for annotated in (hint, *get_args(hint)):  # itself, or in a union with None
-                for x in getattr(annotated, "__metadata__", ()):
-                    if isinstance(x, Range) and value is not None:
-                        self.require(x.valid(value), name, x.needed)
+            try:
+                setattr(self, name, converted(getattr(self, name), hint))
+            except ValueError as error:
+                self.require(False, name, str(error))
         try:
             options = json.loads(self.env_kwargs)
         except ValueError:
@@ -162,18 +170,45 @@ class RunArgs:
         return {name: value for name, value in self.as_json().items() if name not in MAY_CHANGE_ON_RESUME}
 
 
+def converted(value: Any, hint: Any) -> Any:
+    """A value as a field of the type `hint` has it. Raises `ValueError`, which says what is needed."""
+    options = get_args(hint)
+    if NoneType in options:
+        return None if value is None else converted(value, options[0])
+    valid, needed = TYPES.get(hint, (lambda x: True, ""))
+    if get_origin(hint) is Annotated:
+        value = converted(value, options[0])
+        valid, needed = options[1]
+    elif get_origin(hint) is Literal:
+        valid, needed = options.__contains__, " or ".join(options)
+    if not valid(value):
+        raise ValueError(needed)
+    return hint(value) if hint in TYPES else value
+
+
 def flag(name: str) -> str:
     """The command line's spelling of a field."""
     return "--" + name.replace("_", "-")
+
+
+def flag_in(word: str) -> str:
+    """The flag of a word of the command line, such as --num-envs of --num_envs=8."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def parse(args_type: type[RunArgs], words: list[str]) -> RunArgs:
     """The command line's `words` as an instance of `args_type`; --help has the titles of `GROUPS`."""
     fields = {field.name: field for field in dataclasses.fields(args_type)}
     switches = {flag(name) for name, field in fields.items() if field.type is bool}
-    for name, value in pairwise(part for word in words for part in word.split("=", 1)):
-        if name.replace("_", "-").replace("--no-", "--") in switches and not value.startswith("-"):
-            raise BadInput(f"{name} {value}: takes no value; write --flag or --no-flag.")
+    plain = []  # --flag=False and --flag False, as sweeps write them, are --no-flag
+    for word in (part for x in words for part in (x.split("=", 1) if flag_in(x) in switches else [x])):
+        last = flag_in(plain[-1]) if plain else ""
+        if last not in switches or word.startswith("-"):
+            plain.append(word)
+        elif word.lower() in ("true", "false"):
+            plain[-1] = last if word.lower() == "true" else f"--no-{last[2:]}"
+        else:
+            raise BadInput(f"{last} {word}: must be True or False.")
     groups = {title: fields.keys() & {*names.split()} for title, names in GROUPS.items()}
     groups["algorithm"] = fields.keys() - {*" ".join(GROUPS.values()).split()}
     boxes = []  # tyro shows a nested dataclass as a box, without the fields that are not for `__init__`
@@ -182,7 +217,7 @@ def parse(args_type: type[RunArgs], words: list[str]) -> RunArgs:
         unchecked = {"__post_init__": lambda self: None}
         boxes.append((title, dataclasses.make_dataclass(title, hidden, bases=(args_type,), namespace=unchecked)))
     config = (tyro.conf.OmitArgPrefixes,)
-    parsed = tyro.cli(dataclasses.make_dataclass("Flags", boxes), args=words, config=config)
+    parsed = tyro.cli(dataclasses.make_dataclass("Flags", boxes), args=plain, config=config)
     return args_type(**{name: getattr(getattr(parsed, title), name) for title in groups for name in groups[title]})
 
 
@@ -191,7 +226,7 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
 
     torchrun ends all ranks after the first to end, so ranks sleep before they end with what rank 0 says too.
     """
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(os.environ.get("RANK") or 0)
     nowhere = open(os.devnull, "w")
     code = 0
     try:
@@ -201,6 +236,8 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
             socket.create_connection(address).close()  # refused if it was killed before
         with redirect_stdout(nowhere if rank else sys.stdout), redirect_stderr(nowhere if rank else sys.stderr):
             args = parse(args_type, sys.argv[1:])
+        if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+            print("srun has started several tasks: each trains alone (docs/launching.md)", file=sys.stderr)
         gc.freeze()  # what the imports made stays, so it need not be walked at each collection
         try:
             main(args)
@@ -208,7 +245,7 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
             if not isinstance(error, Stopped):
                 raise RuntimeError(f"sys.exit({error.code}) was called") from error
             raise
-        if "RANK" not in os.environ:
+        if not os.environ.get("RANK"):
             return
     except BadInput as error:
         code = 2

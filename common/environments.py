@@ -1,11 +1,11 @@
 """Vector environments: how they are made, seeded by global index, and counted; and evaluations in them."""
 
 import json
-import math
 import multiprocessing
 import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ class Environments:
         self.world = world
         self.indices = np.concatenate(parts)
         self.num_envs = len(self.indices)
+        name = "environment" if domain == TRAINING else "evaluation episode"
+        self.names = [f"{name} {i}" for i in self.indices]
         ends = np.cumsum([len(part) for part in parts])
         self.shards = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
         self.family = args.env_id.partition("/")[0]
@@ -78,10 +80,8 @@ class Environments:
         args = self.args
         seed_libraries(environment_seeds(args.seed, self.domain, self.indices[:1])[0])
         life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
-        name = "environment" if self.domain == TRAINING else "evaluation episode"
-        names = [f"{name} {i}" for i in self.indices]
         try:
-            return make_vec(args, names, args.num_threads or self.world.cores, life_loss)
+            return make_vec(args, self.names, args.num_threads or self.world.cores, life_loss)
         except (gym.error.Error, ImportError, OSError, TypeError) as error:
             # a constructor's own error is no flag's fault
             if isinstance(error, OSError) and self.family != "ALE":  # for which it is a missing ROM
@@ -166,7 +166,10 @@ class Environments:
         return np.add.reduceat(sums, [shard.start for shard in self.shards])
 
     def close(self) -> None:
-        self.envs.close(**({"timeout": 5} if hasattr(self.envs, "processes") else {}))
+        try:
+            self.envs.close(**({"timeout": 5} if hasattr(self.envs, "processes") else {}))
+        except Exception:  # a simulator's own; nothing is lost by it
+            traceback.print_exc()
 
     def _converted(self, obs: np.ndarray, first: int = 0) -> np.ndarray:
         self._require_finite("its observation", obs, first)
@@ -175,14 +178,15 @@ class Environments:
         return obs.astype(default_float()) if self.casts else obs
 
     def _require_finite(self, what: str, values: np.ndarray, first: int = 0) -> None:
-        """Raise for a float that is not finite. `values[0]` is of the local environment `first`."""
-        if values.dtype.kind != "f" or math.isfinite(np.vdot(values, values)):  # cheap; it may overflow
+        """Raise for what is not finite in torch's default type. `values[0]`: of the local environment `first`."""
+        if values.dtype.kind != "f" or np.vdot(values, values) < 1e38:  # cheap, and False for NaN
             return
-        for i, value in enumerate(values, first):
-            if not np.isfinite(value).all():
-                name = "environment" if self.domain == TRAINING else "evaluation episode"
-                where = f"{name} {self.indices[i]}, its step {self.steps}"
-                raise FloatingPointError(f"{where}: {what} is not finite")
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(values.astype(default_float()))
+        for i, of_environment in enumerate(finite, first):
+            if not of_environment.all():
+                where = f"{self.names[i]}, its step {self.steps}"
+                raise FloatingPointError(f"{where}: {what} is not finite, or too large for {default_float()}")
 
 
 def make_vec(args: Any, names: list[str], threads: int, life_loss: bool, draws: bool = False) -> VectorEnv:

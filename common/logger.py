@@ -173,7 +173,8 @@ class Logger:
         else:
             row["time/SPS"] = step / (row["time/wall"] - self.evaluated)
         cells = [f"{row[name]}" if name in row else "" for name in self.columns]
-        with open(self.csv, "a") as file:
+        with open(self.csv, "r+") as file:  # it must be there still
+            file.seek(0, os.SEEK_END)
             file.write(",".join(cells) + "\n")
         if self.wandb:  # which leaves out the rows that it has of before a kill
             self.wandb.log(row | {"charts/SPS": row["time/SPS"]} if "time/SPS" in row else row, step=step)
@@ -199,6 +200,8 @@ class Logger:
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self.enabled:
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            text = text.encode(encoding, "replace").decode(encoding)  # a console may know fewer letters
             try:
                 print(text, flush=True) if self.bar is None else self.bar.write(text)
             except OSError:  # nobody reads it, or a disk is full: no reason to stop learning

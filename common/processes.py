@@ -7,6 +7,7 @@ import ctypes
 import datetime
 import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import random
@@ -43,6 +44,14 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())[:300]
 
 
+def container_limit(name: str) -> float:
+    """What a container's `cpu.max` (cores) or `memory.max` (bytes) says; infinity without a limit."""
+    with suppress(OSError, ValueError), open(f"/sys/fs/cgroup/{name}") as file:
+        limit, *period = file.read().split()
+        return int(limit) / int(*period or [1])
+    return math.inf
+
+
 class World:
     """This rank among the ranks of a run.
 
@@ -64,7 +73,7 @@ class World:
             raise BadInput(f"--shards {shards}: must be {needed}; so must the number of processes, at most that.")
         self.shards = range(self.num_shards)[self.local_slice(self.num_shards)]
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        self.cores = max(1, cores // self.local_world_size)
+        self.cores = max(1, int(min(cores, container_limit("cpu.max"))) // self.local_world_size)
         self.device = torch.device("cpu")
         self.nccl = False  # it needs a GPU for each rank
         if cuda and torch.cuda.is_available():
