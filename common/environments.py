@@ -7,6 +7,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -230,9 +231,9 @@ def seed_libraries(seed: int) -> None:
 class Simulator(gym.Wrapper):
     """One environment that is written in Python: without its infos, which nothing reads.
 
-    Each episode has a seed, also of environments that would seed themselves. What is no image is flattened.
-    In a worker process Ctrl-C spares it, it never outlives its rank, and libraries are seeded for it alone.
-    Errors of the environment carry its `name` and step. Raises `BadInput` for observations unlike their space.
+    Each episode has a seed, also of environments that would seed themselves. In a worker process Ctrl-C spares it,
+    it never outlives its rank, and libraries are seeded for it alone. Errors of the environment carry its `name`
+    and step. Raises `BadInput` for observations unlike their space.
     """
 
     def __init__(self, env_id: str, options: dict[str, Any], name: str) -> None:
@@ -241,11 +242,8 @@ class Simulator(gym.Wrapper):
             from minatar.gym import register_envs
 
             register_envs()
-        env = gym.make(env_id, **options)
-        if not isinstance(env.observation_space, gym.spaces.Box) or len(env.observation_space.shape) not in (1, 3):
-            env = FlattenObservation(env)
-        super().__init__(env)
-        self.shape = env.observation_space.shape
+        super().__init__(flattened(gym.make(env_id, **options)))
+        self.shape = self.observation_space.shape
         self.name = name
         self.num_steps = 0
         # the rank itself makes one too, for its spaces
@@ -291,6 +289,23 @@ class Simulator(gym.Wrapper):
         if terminated or truncated:  # kept while the vector resets; many return one array at each step
             obs = np.array(obs, self.observation_space.dtype)
         return obs, reward, terminated, truncated, {}
+
+
+def flattened(env: gym.Env) -> gym.Env:
+    """The environment; observations that are neither a vector nor an image become a vector, as `metadata` says.
+
+    Raises `BadInput` for those that cannot.
+    """
+    space = env.observation_space
+    if isinstance(space, gym.spaces.Box) and len(space.shape) in (1, 3):
+        return env
+    with suppress(NotImplementedError):
+        env = FlattenObservation(env)
+        env.metadata = env.metadata | {"flattened": one_line(space)}
+    if not isinstance(env.observation_space, gym.spaces.Box):
+        advice = "register a wrapper that makes them a Box (docs/environments.md)"
+        raise BadInput(f"--env-id {env.spec.id}: its observations, {one_line(space)}, make no vector; {advice}.")
+    return env
 
 
 class Episode(NamedTuple):
