@@ -126,11 +126,8 @@ def fork(
     target: Callable, arguments: tuple, world_size: int, output: Path, env: Mapping[str, str], code: int = 0
 ) -> str:
     """Call `target(*arguments)` on each of some ranks, which end with `code` -> what they printed, also in `output`."""
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} | env
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     ranks = []
-    for rank in range(world_size):
-        place = sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+    for place in places(world_size):
         ranks.append(FORKS.Process(target=forked, args=(target, arguments, env | place, output)))
         ranks[-1].start()
     deadline = time.monotonic() + PATIENCE
@@ -148,6 +145,15 @@ def fork(
     codes = [process.exitcode for process in ranks]
     assert codes == [code] * world_size, text
     return text
+
+
+def places(world_size: int) -> list[dict[str, str]]:
+    """The variables that a launcher sets, for each rank."""
+    if world_size == 1:
+        return [{}]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
 def free_port() -> int:
