@@ -149,15 +149,6 @@ def test_a_run_goes_on_by_the_same_code_only(commit, changed, difference, now, s
     assert not runner.started_by("python ppo_ddp.py --seed 2 --run-dir a".split(), tmp_path, script)
 
 
-def test_the_time_left_counts_what_this_start_did(monkeypatch):
-    """A run that went on at 0.5 and is at 0.6 after 20 seconds needs 80 more, and the next seed 200, on one core."""
-    run, next_seed = (runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, seed, "") for seed in (1, 2))
-    monkeypatch.setattr(runner, "progress", lambda run_dir: 0.6)
-    monkeypatch.setattr(runner.time, "monotonic", lambda: 120.0)
-    active = {run: (None, 100.0, None, 0.5)}
-    assert runner.seconds_left([next_seed], active, {}, runner.Args("tiny", cores=1)) == pytest.approx(280)
-
-
 def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
     """As changed, without a difference: that of an older record goes. It names no folder of the machine."""
     run = runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, 1, "")
