@@ -14,7 +14,7 @@ import pytest
 import ppo_ddp
 import sac_ddp
 from common.processes import World
-from runs import Run, descendants, finish, free_port, run, start, wait_until
+from runs import Run, descendants, finish, free_port, run, send, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 2048 --eval-every 1024 --eval-episodes 4"
 LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6"
@@ -38,12 +38,16 @@ def ended(process, family, run_dir) -> Run:
     On a quiet machine that takes a second or two, where nothing else is said; what hangs would do so for minutes.
     """
     run = finish(process, run_dir, timeout=60)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    for member in alive:
-        member.kill()
-    assert not alive, f"left: {alive}"
+    assert_gone(family)
     assert whole_rows(run_dir) >= 3
     return run
+
+
+def assert_gone(processes) -> None:
+    """In ten seconds; what is left is ended."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    send(alive, signal.SIGKILL)
+    assert not alive, f"left: {alive}"
 
 
 def whole_rows(run_dir) -> int:
@@ -165,7 +169,7 @@ def test_no_rank_outlives_a_launcher_that_dies_before_they_meet(tmp_path):
     family = descendants(process)
     process.kill()
     assert finish(process, tmp_path / "run").code == -signal.SIGKILL
-    assert not psutil.wait_procs(family, 10)[1]
+    assert_gone(family)
 
 
 def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
@@ -233,8 +237,7 @@ def test_a_fault_is_told_once_and_leaves_nothing_behind(name, tmp_path):
         which, number = fault.kill
         descendants(process)[which].send_signal(number)
     run = finish(process, tmp_path / "run")
-    here = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
-    assert not psutil.wait_procs(here, 10)[1]
+    assert_gone([process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)])
     text = " ".join(re.sub("[│╭╮╰╯─]", " ", run.err + run.out).split())
     assert fault.says in text
     assert run.code == (min(fault.code, 1) if fault.processes > 1 else fault.code), text
