@@ -16,9 +16,9 @@ from common.processes import BadInput
 from tests.envs import Wrong
 
 SCRIPTS = {"ppo": ppo_ddp, "ppg": ppg_ddp, "dqn": dqn_ddp, "sac": sac_ddp}
-OBSERVATIONS = "its observations must be a vector (1-D Box) or an image (a 3-D Box with fewer channels, first or last"
+OBSERVATIONS = "its observations must be a vector (1-D Box) or an image"
 BOUNDS = "must be an environment whose actions have distinct bounds"
-WHOLE = "--scale-pixels False: must be left on, except for images of whole numbers"
+WHOLE = "--scale-pixels False: must be left on"
 REFUSED = [  # script, flags, what is said
     ("ppo", "--no-such-flag 1", "--no-such-flag"),
     ("ppo", "--env-id", "--env-id"),
@@ -26,22 +26,22 @@ REFUSED = [  # script, flags, what is said
     ("ppo", "--total-timesteps 1e6", "--total-timesteps"),
     ("ppo", "--norm-obs True", "--norm-obs True: takes no value"),
     ("ppo", "--norm-obs=False", "--norm-obs False: takes no value"),
-    ("ppo", "--resume --run-dir= --checkpoint-every 512", "--run-dir : must be a directory with --resume"),
-    ("dqn", "--resume --run-dir somewhere", "--checkpoint-every 0: must be at least 1 with --resume"),
-    ("ppo", "--run-dir file", "--run-dir file: cannot be written (File exists)"),
+    ("ppo", "--resume --run-dir= --checkpoint-every 512", "--run-dir : must be a directory"),
+    ("dqn", "--resume --run-dir somewhere", "--checkpoint-every 0: must be at least 1"),
+    ("ppo", "--run-dir file", "--run-dir file: cannot be written"),
     ("ppo", "--run-dir file/below", "--run-dir file/below: cannot be written"),
     ("ppo", "--num-steps 10", "--num-steps 10: must be a multiple of --num-minibatches (4), such as 8"),
     ("ppg", "--target-kl 0.01", "--update-epochs 1: must be at least 2 with --target-kl"),
     ("ppo", "--env-kwargs nonsense", "--env-kwargs nonsense: must be a JSON object, such as '{"),
-    ("ppo", '--env-kwargs {"gravity":1}', '--env-kwargs {"gravity":1}: CartPoleEnv.__init__() got an unexpected'),
-    ("dqn", "--capture-video --eval-every 0", "--eval-every 0: must be at least 1 with"),
-    ("ppo", "--stop-at-return 100 --eval-every 0", "--eval-every 0: must be at least 1 with"),
+    ("ppo", '--env-kwargs {"gravity":1}', '--env-kwargs {"gravity":1}: CartPoleEnv.__init__() got'),
+    ("dqn", "--capture-video --eval-every 0", "--eval-every 0: must be at least 1"),
+    ("ppo", "--stop-at-return 100 --eval-every 0", "--eval-every 0: must be at least 1"),
     ("ppo", "--total-timesteps 100", "--total-timesteps 100: must be at least 512"),
     ("ppg", "--total-timesteps 8191", "--total-timesteps 8191: must be at least 8192"),
     ("dqn", "--total-timesteps 5000", "--total-timesteps 5000: must be at least 100"),
     ("sac", "--total-timesteps 0", "--total-timesteps 0: must be at least"),
     ("ppo", "--total-timesteps 0 --load-model a --eval-every 0", "--total-timesteps 0: must be at least"),
-    ("ppo", "--timeout 1", "--timeout 1.0: must be a number from 2 to 1e6"),  # a run feeds its watchdog once a second
+    ("ppo", "--timeout 1", "--timeout 1.0: must be a number from 2 to 1e6"),  # it is fed once a second
     ("ppo", "--num-envs 1 --num-steps 16 --num-minibatches 16", "--norm-adv minibatch: must be none"),
     ("ppo", "--shards 8", "--num-envs 4: must be a multiple of --shards (8), such as 8"),
     ("ppg", "--num-aux-minibatches 3", "--num-aux-minibatches 3: must be a divisor of"),
@@ -57,15 +57,15 @@ REFUSED = [  # script, flags, what is said
     ("ppo", "--env-id Dict-v0", OBSERVATIONS),
     ("ppo", "--env-id Middle-v0", OBSERVATIONS),
     ("dqn", "--env-id Square-v0", OBSERVATIONS),
-    ("ppo", "--env-id Image-v0 --norm-obs", "--norm-obs True: must be left off for image observations"),
-    ("ppo", "--network impala", "--network impala: must be left off for vector observations"),
+    ("ppo", "--env-id Image-v0 --norm-obs", "--norm-obs True: must be left off"),
+    ("ppo", "--network impala", "--network impala: must be left off"),
     ("dqn", "--no-scale-pixels", WHOLE),
     ("dqn", "--env-id MinAtar/Breakout-v1 --no-scale-pixels", WHOLE),
     ("ppo", "--env-id MultiDiscrete-v0", "not MultiDiscrete([2 2])"),
-    ("ppo", "--env-id IntBox-v0", "must be Discrete or Box of floats, not Box(0, 5"),
+    ("ppo", "--env-id IntBox-v0", "must be Discrete or Box of floats"),
     ("dqn", "--env-id Pendulum-v1", "its actions must be Discrete"),
     ("sac", "--env-id CartPole-v1", "its actions must be Box"),
-    ("sac", "--env-id ImageBox-v0", "must be an environment with vector observations, not images"),
+    ("sac", "--env-id ImageBox-v0", "must be an environment with vector observations"),
     ("sac", "--env-id OpenBox-v0", BOUNDS),
     ("sac", "--env-id HugeBox-v0", BOUNDS),
 ]
@@ -135,6 +135,11 @@ def test_advantages_of_one_sample_are_not_normalised():
             script.Args(**small | {"num_steps": 1, "num_minibatches": 1}, norm_adv="batch")
         for settings in ({"norm_adv": "none"}, {"norm_adv": "batch"}, {"num_minibatches": 8}):
             script.Args(**small | settings)
+
+
+def test_the_shortest_runs_of_ppg():
+    ppg_ddp.Args(total_timesteps=8192)
+    ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)  # without a phase
 
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):

@@ -202,7 +202,7 @@ FAULTS = {
     "sys.exit of an environment": Fault("ppo", EXIT, 1, "RuntimeError: sys.exit(3) was called"),
     "two ranks, a flag": Fault("ppo", "--no-such-flag", 2, "--no-such-flag", processes=2),
     "two ranks, a number": Fault("ppo", "--num-envs 5", 2, "such as 4", processes=2),
-    "two ranks, nan": Fault("ppo", NAN, 1, "environment 0, its step 7: its reward is not finite", processes=2),
+    "two ranks, nan": Fault("ppo", NAN, 1, "environment 0, its step 7: its reward", processes=2),
     "torchrun killed": Fault("dqn", "", -9, processes=2, kill=(LAUNCHER, signal.SIGKILL)),
     "a worker killed": Fault("ppo", ASYNC, 1, "async_vector_env.py", kill=(FIRST, signal.SIGKILL)),
 }
