@@ -13,59 +13,35 @@ import random
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import tyro
 
-from runs import PATIENCE, descendants, finish, same_run, start
+from runs import PATIENCE, descendants, finish, same_run, send, start
 
+ROLLOUTS = "--num-envs 8 --num-steps 32 --checkpoint-every 512 --eval-every 5000 --eval-episodes 6"
 CASES = {
-    "ppo": (
-        "ppo_ddp.py",
-        "--num-envs 8 --num-steps 32 --total-timesteps 25600 --checkpoint-every 512 --eval-every 5000"
-        " --eval-episodes 6 --norm-obs",
-    ),
-    "ppg": (
-        "ppg_ddp.py",
-        "--num-envs 8 --num-steps 32 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8 --total-timesteps 40960"
-        " --checkpoint-every 512 --eval-every 5000 --eval-episodes 6",
-    ),
-    "dqn": (
-        "dqn_ddp.py",
-        "--num-envs 8 --buffer-size 4000 --learning-starts 1000 --total-timesteps 12000 --checkpoint-every 400"
-        " --prioritized --n-step 3 --eval-every 3000 --eval-episodes 6",
-    ),
-    "sac": (
-        "sac_ddp.py",
-        "--num-envs 4 --buffer-size 1000 --learning-starts 600 --total-timesteps 1800 --checkpoint-every 60"
-        " --log-every 200 --eval-every 600 --eval-episodes 3",
-    ),
+    "ppo": f"{ROLLOUTS} --total-timesteps 25600 --norm-obs",
+    "ppg": f"{ROLLOUTS} --total-timesteps 40960 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8",
+    "dqn": "--num-envs 8 --buffer-size 4000 --learning-starts 1000 --total-timesteps 12000 --checkpoint-every 400"
+    " --prioritized --n-step 3 --eval-every 3000 --eval-episodes 6",
+    "sac": "--num-envs 4 --buffer-size 1000 --learning-starts 600 --total-timesteps 1800 --checkpoint-every 60"
+    " --log-every 200 --eval-every 600 --eval-episodes 3",
 }
+SIGNALS = [[signal.SIGKILL], [signal.SIGTERM], [signal.SIGINT], [signal.SIGSTOP, signal.SIGKILL]]
 
 
-@dataclass
-class Count:
-    kills: int = 0
-    resumes: int = 0
-    torn: int = 0  # checkpoints that were being written
-
-    def __str__(self) -> str:
-        return f"{self.kills} kills, {self.resumes} resumes, {self.torn} checkpoints cut off in their writing"
-
-
-def chaos(case: str, kills: int, seed: int, folder: Path, sizes: tuple[int, ...] = (1, 2, 4)) -> Count:
-    """Raises `AssertionError` where the disturbed run ends otherwise than the undisturbed."""
-    script, flags = CASES[case]
-    flags, chance, count = f"{flags} --shards 4 --save-model", random.Random(f"{case} {seed}"), Count()
-    calm, run_dir = folder / "calm", folder / "chaos"
-    undisturbed, dying, out = finish(start(script, 1, f"{flags} --run-dir {calm}"), calm), [], ""
-    run = None
+def chaos(case: str, kills: int, seed: int, folder: Path) -> str:
+    """Raises `AssertionError` where the disturbed run ends otherwise than the undisturbed -> how it went."""
+    script, flags = f"{case}_ddp.py", f"{CASES[case]} --shards 4 --save-model"
+    chance, calm, run_dir = random.Random(f"{case} {seed}"), folder / "calm", folder / "chaos"
+    undisturbed = finish(start(script, 1, f"{flags} --run-dir {calm}"), calm)
     assert undisturbed.code == 0, undisturbed.err
+    left, dying, out, run = kills, [], "", None
     while run is None or run.code != 0:
-        process = start(script, chance.choice(sizes), f"{flags} --resume --run-dir {run_dir}")
-        killed = count.kills < kills and disturb(process, run_dir / "checkpoints", chance, count)
+        process = start(script, chance.choice((1, 2, 4)), f"{flags} --resume --run-dir {run_dir}")
+        killed = left > 0 and disturb(process, run_dir / "checkpoints", chance)
+        left -= killed
         if killed and chance.random() < 0.5:
             dying.append(process)  # the next start meets what is left of it
         else:
@@ -74,12 +50,11 @@ def chaos(case: str, kills: int, seed: int, folder: Path, sizes: tuple[int, ...]
             out += run.out
     for process in dying:
         out += finish(process, run_dir).out
-    count.resumes = out.count("going on from")
     assert not (parts := same_run(undisturbed, run)), parts
-    return count
+    return f"{kills - left} kills, {out.count('going on from')} resumes"
 
 
-def disturb(process, checkpoints: Path, chance: random.Random, count: Count) -> bool:
+def disturb(process, checkpoints: Path, chance: random.Random) -> bool:
     """Let the run live a while, then kill a part of it -> whether it was still there."""
     before = set(checkpoints.glob("*"))
     deadline = time.monotonic() + PATIENCE
@@ -91,22 +66,14 @@ def disturb(process, checkpoints: Path, chance: random.Random, count: Count) -> 
     writing = chance.random() < 0.5
     while writing and process.poll() is None and not any(checkpoints.glob("*.part")) and time.monotonic() < deadline:
         time.sleep(0.0002)
-    family = [member for member in descendants(process) if member.is_running()]
+    family = descendants(process)
     if process.poll() is not None or not family:
         return False
     ranks = [p for p in family if "torch.distributed.run" not in p.cmdline()] or family
     victims = chance.choice([[chance.choice(ranks)], [family[0]], family])
-    for number in chance.choice(
-        [[signal.SIGKILL], [signal.SIGTERM], [signal.SIGINT], [signal.SIGSTOP, signal.SIGKILL]]
-    ):
-        for victim in victims:
-            try:
-                victim.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
+    for number in chance.choice(SIGNALS):
+        send(victims, number)
         time.sleep(0.05)
-    count.kills += 1
-    count.torn += any(checkpoints.glob("*.part"))
     return True
 
 
@@ -116,9 +83,7 @@ def main(
     """Print, for each case, how often it was killed, and that its bytes are the undisturbed run's."""
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
-            begun = time.monotonic()
-            count = chaos(case, kills, seed, Path(folder))
-            print(f"{case}: the same bytes after {count} ({time.monotonic() - begun:.0f} s)", flush=True)
+            print(f"{case}: the same bytes after {chaos(case, kills, seed, Path(folder))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Two nodes train one run; the second is lost and comes back, and the bytes are those of a run that nobody disturbed.
 
-    python tests/elastic.py [--losses 5] [--seed 1] [--namespaces] [case ...]
+    python tests/elastic.py [--losses 5] [--seed 1] [case ...]
 
-A node is a torchrun with one process: two of them on this machine, or each in a network namespace of its own (Linux,
-root, and the `ip` command). The second is killed, alone or with all that it started, asked to end, stopped and woken,
-or, between namespaces, cut off; a process of the first is killed too. Each row takes a while, so that there is time.
+A node is a torchrun with one process: where that is possible (Linux, root, and the `ip` command) in a network namespace
+of its own. The second is killed, alone or with all that it started, asked to end, stopped and woken, or, between
+namespaces, cut off; a process of the first is killed too. Each row takes a while, so that there is time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,28 +26,27 @@ import psutil
 import tyro
 
 from chaos import CASES
-from runs import PATIENCE, ROOT, Run, finish, free_port, same_run, start
+from runs import PATIENCE, ROOT, Run, descendants, finish, free_port, same_run, send, start
 
 PAUSES = {"ppo": 1.0, "ppg": 0.6, "dqn": 2.0, "sac": 2.0}  # seconds a row: two minutes alone
 TIMEOUT = 15  # seconds, after which a hung node counts as lost
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}  # see docs/launching.md
+KINDS = ("kill", "kill", "kill all", "end", "stop", "a process", "a process of the first")
 
 
 @dataclass
 class Nodes:
-    """Where two nodes run, and what was printed there."""
+    """Where two nodes run, each in a namespace or, without these, both on this machine; and what was printed there."""
 
     folder: Path
     command: list[str]
     pause: float
-    namespaces: tuple[str, ...] = ()
+    namespaces: tuple[str, ...]
     launchers: list[subprocess.Popen | None] = field(default_factory=lambda: [None, None])
-    port: int = 0
+    port: int = field(default_factory=free_port)
 
     def start(self, node: int) -> None:
         host = "10.77.0.1" if self.namespaces else "127.0.0.1"
-        if not self.port:
-            self.port = free_port()
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
         words += ["--max-restarts=100", "--rdzv_backend=c10d", "--rdzv_id=1", f"--rdzv_endpoint={host}:{self.port}"]
         conf = f"is_host={node == 0},last_call_timeout=3,keep_alive_interval=1,read_timeout=20"
@@ -56,54 +56,63 @@ class Nodes:
         if self.namespaces:
             words = ["ip", "netns", "exec", self.namespaces[node], *words]
             env["GLOO_SOCKET_IFNAME"] = f"v{self.namespaces[node]}"
-        with open(self.log(node), "ab") as log:
+        with open(self.folder / f"node{node}.log", "ab") as log:
             self.launchers[node] = subprocess.Popen(words, env=os.environ | env, stdout=log, stderr=log)
 
-    def log(self, node: int) -> Path:
-        return self.folder / f"node{node}.log"
-
-    def family(self, node: int) -> list[psutil.Process]:
-        """The launcher and what it started, that first."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            me = psutil.Process(self.launchers[node].pid)
-            return [*me.children(recursive=True), me]
-        return []
-
-    def send(self, node: int, number: int, only: slice = slice(None)) -> None:
-        for process in self.family(node)[only]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-    def wait(self, happened) -> bool:
-        """Wait for an event -> whether it came before the first node's end."""
+    def wait_for_start(self, processes: int, times: int) -> bool:
+        """Wait until it has started on some processes more than some times -> False where the first node ends."""
         deadline = time.monotonic() + PATIENCE
-        while not happened():
+        while self.starts(processes) <= times:
             if self.launchers[0].poll() is not None:
                 return False
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)
         return True
 
-    def said(self) -> str:
-        return "\n".join(self.log(node).read_text() for node in (0, 1) if self.log(node).exists())
-
     def starts(self, processes: int) -> int:
         """How often the run has started at a number of processes, as rank 0, on the first node, says."""
-        return self.log(0).read_text().count(f" on {processes} process(es)")
+        return (self.folder / "node0.log").read_text().count(f" on {processes} process(es)")
 
-    def wait_for_start(self, processes: int, times: int) -> bool:
-        """Wait until it has done so more than some times -> whether that came."""
-        return self.wait(lambda: self.starts(processes) > times)
+    def said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("node*.log")))
+
+    def lose(self, kind: str, chance: random.Random) -> None:
+        """Lose the second node, or a process of one, and bring it back."""
+        alone = self.starts(1)
+        first, second = (descendants(launcher) for launcher in self.launchers)
+        if kind.startswith("a process"):
+            send((first if "first" in kind else second)[1:2], signal.SIGKILL)
+            return  # torchrun starts it again
+        if kind == "stop":
+            send(second, signal.SIGSTOP)
+            self.wait_for_start(1, alone)  # the first node has gone on alone
+            send(second, signal.SIGCONT)
+            return  # its own torchrun brings it back
+        if kind == "cut":
+            ip(f"-n {self.namespaces[1]} link set v{self.namespaces[1]} down")
+            self.wait_for_start(1, alone)
+        send(second if kind in ("kill all", "cut") else second[:1], signal.SIGTERM if kind == "end" else signal.SIGKILL)
+        if kind == "cut":
+            ip(f"-n {self.namespaces[1]} link set v{self.namespaces[1]} up")
+        time.sleep(chance.uniform(0, 10))
+        self.launchers[1].wait(PATIENCE)
+        self.start(1)
+
+
+def ip(words: str, check: bool = True) -> None:
+    subprocess.run(["ip", *words.split()], check=check)
 
 
 @contextlib.contextmanager
-def two_namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; its ends are called v and their names."""
+def two_namespaces() -> Iterator[tuple[str, ...]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; its ends are called v and their names.
+
+    No names where they cannot be made.
+    """
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        yield ()
+        return
     names = (f"{os.getpid()}a", f"{os.getpid()}b")
-
-    def ip(words: str) -> None:
-        subprocess.run(["ip", *words.split()], check=True)
-
     try:
         for name in names:
             ip(f"netns add {name}")
@@ -115,44 +124,40 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
+            ip(f"netns del {name}", check=False)
 
 
-def elastic(case: str, losses: int, seed: int, folder: Path, namespaces: tuple[str, ...] = ()) -> list[str]:
+def elastic(case: str, losses: int, seed: int, folder: Path) -> list[str]:
     """Raises `AssertionError` where the disturbed run ends otherwise than the undisturbed -> what was done to it."""
-    script, flags = CASES[case]
-    flags = f"{flags} --shards 2 --save-model --resume --timeout {TIMEOUT}"
+    script, flags = f"{case}_ddp.py", f"{CASES[case]} --shards 2 --save-model --resume --timeout {TIMEOUT}"
     chance, calm, run_dir = random.Random(f"{case} {seed}"), folder / "calm", folder / "elastic"
     undisturbed = start(script, 1, f"{flags} --run-dir {calm}", launched=True, LOCKSTEP_DTYPE="float32")
     assert finish(undisturbed, calm).code == 0
-    launcher = str(ROOT / "tests" / "launcher.py")
-    nodes = Nodes(folder, [launcher, script, *f"{flags} --run-dir {run_dir}".split()], PAUSES[case], namespaces)
-    kinds = ("kill", "kill", "kill all", "end", "stop", "kill a process", "kill the host's process")
-    kinds += ("cut", "cut") * bool(namespaces)
-    done = []
-    try:
-        nodes.start(0)
-        time.sleep(1)
-        nodes.start(1)
-        together = 0
-        for _ in range(losses):
-            if not done or chance.random() < 0.7:  # else it is lost while it comes back
-                if not nodes.wait_for_start(2, together):
+    words = [str(ROOT / "tests" / "launcher.py"), script, *f"{flags} --run-dir {run_dir}".split()]
+    with two_namespaces() as namespaces:
+        nodes, done = Nodes(folder, words, PAUSES[case], namespaces), []
+        kinds = KINDS + ("cut", "cut") * bool(namespaces)
+        try:
+            nodes.start(0)
+            time.sleep(1)
+            nodes.start(1)
+            together = 0
+            for _ in range(losses):
+                # else it is lost while it comes back
+                if (not done or chance.random() < 0.7) and not nodes.wait_for_start(2, together):
                     break
-            time.sleep(chance.uniform(0, 5))
-            if nodes.launchers[0].poll() is not None:
-                break
-            together = nodes.starts(2)
-            done.append(chance.choice(kinds))
-            disturb(nodes, done[-1], chance)
-        host = nodes.launchers[0].wait(PATIENCE)
-        assert host == 0, nodes.said()
-        nodes.launchers[1].wait(120)  # with 0, or a traceback of torchrun's own where it came back too late
-    finally:
-        for node in (0, 1):
-            if nodes.launchers[node] is not None:
-                nodes.send(node, signal.SIGKILL)
-                nodes.launchers[node].wait()
+                time.sleep(chance.uniform(0, 5))
+                if nodes.launchers[0].poll() is not None:
+                    break
+                together = nodes.starts(2)
+                done.append(chance.choice(kinds))
+                nodes.lose(done[-1], chance)
+            assert nodes.launchers[0].wait(PATIENCE) == 0, nodes.said()
+            nodes.launchers[1].wait(120)  # with 0, or a traceback of torchrun's own where it came back too late
+        finally:
+            for launcher in filter(None, nodes.launchers):
+                send(descendants(launcher), signal.SIGKILL)
+                launcher.wait()
     time.sleep(1)
     left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(run_dir) in (p.info["cmdline"] or [])]
     assert not left, f"left: {left}"
@@ -160,53 +165,14 @@ def elastic(case: str, losses: int, seed: int, folder: Path, namespaces: tuple[s
     return done
 
 
-def disturb(nodes: Nodes, kind: str, chance: random.Random) -> None:
-    """Lose a node, or a process of one, and bring it back."""
-    if kind == "kill":
-        nodes.send(1, signal.SIGKILL, slice(-1, None))
-    elif kind == "kill all":
-        nodes.send(1, signal.SIGKILL)
-    elif kind == "end":
-        nodes.send(1, signal.SIGTERM, slice(-1, None))
-    elif kind.endswith("process"):
-        node = 0 if "host" in kind else 1
-        for process in nodes.family(node)[:-1][:1]:
-            process.kill()
-        return  # torchrun starts it again
-    alone = nodes.starts(1)
-    if kind in ("stop", "cut"):
-        if kind == "stop":
-            nodes.send(1, signal.SIGSTOP)
-        else:
-            set_link(nodes.namespaces[1], "down")
-        nodes.wait_for_start(1, alone)  # the first node has gone on alone
-        if kind == "stop":
-            nodes.send(1, signal.SIGCONT)
-            return  # its own torchrun brings it back
-        nodes.send(1, signal.SIGKILL)
-        set_link(nodes.namespaces[1], "up")
-    time.sleep(chance.uniform(0, 10))
-    nodes.launchers[1].wait(PATIENCE)
-    nodes.start(1)
-
-
-def set_link(namespace: str, state: str) -> None:
-    subprocess.run(["ip", "-n", namespace, "link", "set", f"v{namespace}", state], check=True)
-
-
 def main(
-    cases: tyro.conf.Positional[tuple[str, ...]] = ("ppo", "ppg", "dqn", "sac"),
-    losses: int = 5,
-    seed: int = 1,
-    namespaces: bool = False,
+    cases: tyro.conf.Positional[tuple[str, ...]] = ("ppo", "ppg", "dqn", "sac"), losses: int = 5, seed: int = 1
 ) -> None:
     """Print, for each case, how a node was lost, and that the bytes are the undisturbed run's."""
     for case in cases:
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            names = stack.enter_context(two_namespaces()) if namespaces else ()
-            begun = time.monotonic()
-            done = elastic(case, losses, seed, Path(folder), names)
-            print(f"{case}: the same bytes after {', '.join(done)} ({time.monotonic() - begun:.0f} s)", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            done = elastic(case, losses, seed, Path(folder))
+            print(f"{case}: the same bytes after {', '.join(done)}", flush=True)
 
 
 if __name__ == "__main__":

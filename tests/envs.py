@@ -3,7 +3,10 @@
 import multiprocessing
 import os
 import random
+import resource
+import sys
 import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -189,6 +192,36 @@ class Drawn(gym.Env):
         return self.observe(), reward, bool(terminated), bool(truncated), self.info(self.time % 3)
 
 
+class Wrong(gym.Env):
+    """Episodes of 10 steps in any spaces; where there is a `fault`, step 7 raises, exits or has a reward of nan."""
+
+    def __init__(self, obs=None, actions=None, fault=""):
+        self.observation_space = gym.spaces.Box(-1, 1, (3,), np.float32) if obs is None else obs
+        self.action_space = gym.spaces.Discrete(2) if actions is None else actions
+        self.fault, self.steps = fault, 0
+        if fault == "slow":
+            Path("begun").touch()
+            time.sleep(1000)
+        if fault == "files":  # no more can be opened
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        reward = 1.0
+        if self.steps == 7 and self.fault == "raise":
+            raise KeyError("the user's own fault")
+        if self.steps == 7 and self.fault == "exit":
+            sys.exit(3)
+        if self.steps == 7 and self.fault == "nan":
+            reward = np.nan
+        return self.observation_space.sample(), reward, False, self.steps % 10 == 0, {}
+
+
 def turned(**kwargs):
     """`Drawn` whose images (height, width, channels) are given as (channels, height, width)."""
     env = Drawn(**kwargs)
@@ -203,5 +236,5 @@ gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)
 gym.register("TurnedDrawn-v0", turned)
 for made in (NoisyCartPole, NoisyPendulum):
     gym.register(f"{made.__name__}-v0", made, max_episode_steps=10)
-for made in (Counting, Drawn, Dots, Strict):
+for made in (Counting, Drawn, Dots, Strict, Wrong):
     gym.register(f"{made.__name__}-v0", made)

@@ -2,13 +2,12 @@
 
     PYTHONPATH=. python tests/fuzz.py --minutes 30 --seed 1
     PYTHONPATH=. python tests/fuzz.py --seed 1 --first 17 --draws 1   # draw 17 of seed 1 again
-    PYTHONPATH=. python tests/fuzz.py --broken alignment   # how many draws it takes to find a known break
 
-A draw is a script, an environment (`tests.envs:Drawn-v0`, Atari on small frames, or MinAtar), flags, now and then an
-edit of the networks or a loaded model, and two launches: `python`, and torchrun on 2, 4 or 8 processes, each with
-OMP_NUM_THREADS unset, 1 or 2. Now and then a launch is killed, at any moment or behind a checkpoint, once or twice, and
-goes on at another number of processes. metrics.csv (timing aside) and every tensor of model.pt must be the same bytes.
-A draw is "short", and does not count, where --stop-at-return ended it.
+A draw is a script, an environment (`tests.envs:Drawn-v0`, Atari on small frames, or MinAtar), flags, now and then a
+loaded model, and two launches: `python`, and torchrun on 2, 4 or 8 processes, each with OMP_NUM_THREADS unset, 1 or 2.
+Now and then a launch is killed, at any moment or behind a checkpoint, once or twice, and goes on at another number of
+processes. metrics.csv (timing aside) and every tensor of model.pt must be the same bytes. A draw is "short", and does
+not count, where --stop-at-return ended it.
 
 Where both launches are wrong alike, no bytes differ. So one launch of the two may have quirks, which must not change a
 number: its environments return their own buffer, or lists, or infos with other simulators' names, or their actions
@@ -23,12 +22,10 @@ user does, with the real compiler, and its addresses are not asserted.
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
 import random
-import re
 import runpy
 import shlex
 import signal
@@ -36,10 +33,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -51,9 +48,10 @@ import tyro
 from torch.utils._pytree import tree_leaves
 
 from common import acting, checkpoint, environments, processes, replay
-from runs import ROOT, Run, finish, free_port, same_run
+from runs import ROOT, Run, finish, forked, places, same_run
 
 LEAST = 20  # gradient steps of a draw
+AT_ONCE = 2  # draws
 FORK = multiprocessing.get_context("fork")
 GRACE = 20.0  # seconds for the other ranks to end, once one has failed
 PATIENCE = 1800.0  # seconds for a launch on a busy machine; where a rank hangs, its watchdog ends it
@@ -66,52 +64,9 @@ PROCESSORS = {
     "old": dict(zip(VARIABLES, ("Nehalem", "default", "SSE41", "COMPATIBLE"), strict=True)),
 }
 
-# Lines that are added to a script, before it starts: edits that a user may make.
-SCALED = """
-_forward = {0}.forward
-def forward(self, *inputs):
-    out = _forward(self, *inputs)
-    return (2.5 * out[0], *out[1:]) if isinstance(out, tuple) else 2.5 * out
-{0}.forward = forward
-"""
-LAYER = """
-_Linear = nn.Linear
-class {0}(_Linear):
-    def forward(self, x):
-        return {1}
-nn.Linear = {0}
-"""
-NOISE = """
-_forward = {0}.forward
-def forward(self, *inputs):
-    torch.randn(1)
-    return _forward(self, *inputs)
-{0}.forward = forward
-"""
-DROPOUT = """
-_Linear = nn.Linear
-class Dropped(_Linear):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.drop = nn.Dropout(0.1)
-    def forward(self, x):
-        return self.drop(super().forward(x))
-nn.Linear = Dropped
-"""
 SCRIPTS = ("ppo", "ppg", "sac", "dqn")
 KINDS = ("vectors", "images", "Atari", "MinAtar")  # of what is observed
 HOW_OFTEN = {"ppo": (74, 10, 8, 8), "ppg": (74, 10, 8, 8), "dqn": (56, 8, 26, 10), "sac": (100, 0, 0, 0)}
-LOSSES = {"ppo": "PPOLoss", "ppg": "PPOLoss", "dqn": "TDLoss", "sac": "CriticLoss"}
-EDITS = {
-    "scaled output": {"dqn": SCALED.format("QNetwork"), "sac": SCALED.format("Actor")},
-    "layer that numpy does not know": dict.fromkeys(
-        LOSSES, LAYER.format("Mine", "torch.special.i0e(super().forward(x)) + x.mean(-1, keepdim=True)")
-    ),
-    "dropout": dict.fromkeys(LOSSES, DROPOUT),
-    "unseeded draws": {script: NOISE.format(loss) for script, loss in LOSSES.items()},
-}
-TOLD = "draws or counts in each process alone|depend on the number of processes"
-REFUSED = ("dropout", "unseeded draws")  # edits that end in a refusal, or in a line that says what `TOLD` matches
 QUIRKS = ("infos", "buffer", "lists", "int32", "int8")  # of `tests.envs:Drawn-v0`
 ENDINGS = ("killed behind a checkpoint", "killed at any moment")  # of a launch's earlier starts
 
@@ -139,7 +94,6 @@ class Draw:
     number: int
     script: str
     flags: dict[str, Any]  # "": of a switch
-    edit: str
     launches: list[Launch]
     processor: str  # that is imitated
     real: bool  # launched as a user does
@@ -184,11 +138,10 @@ def drawn(seed: int, number: int) -> Draw:
             launch.ending = chance.choice(ENDINGS)
             others = [n for n in (1, 2, 4) if n <= shards and n != launch.processes]
             launch.before = tuple(chance.sample(others, k=min(len(others), chance.choice((1, 1, 2)))))
-    edits = [name for name in EDITS if script in EDITS[name]]
-    edit = chance.choice(edits) if chance.random() < 0.15 and kind == "vectors" else ""
+    sockets = chance.random() < 0.25
     processor = chance.choices(list(PROCESSORS), (45, 20, 25, 10))[0]
-    loads, sockets = chance.random() < 0.08, chance.random() < 0.25
-    return Draw(number, script, flags, edit, launches, processor, number % 10 == 9, loads, sockets)
+    loads = chance.random() < 0.08
+    return Draw(number, script, flags, launches, processor, number % 10 == 9, loads, sockets)
 
 
 def environment(chance: random.Random, script: str, kind: str) -> dict[str, Any]:
@@ -316,15 +269,12 @@ def serve() -> None:
             os._exit(0)
 
 
-def launched(start: list, run_dir: str, reply: str, **how: Any) -> None:
+def launched(start: list, run_dir: str, reply: str, output: str, **how: Any) -> None:
     """Fork the ranks of a `Start`, and leave their exit codes in the file `reply`."""
     size, _, kill, behind_checkpoint = start
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     ranks = []
-    for rank in range(size):
-        env = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-        ranks.append(FORK.Process(target=start_rank, args=(env,), kwargs=how))
+    for place in places(size):
+        ranks.append(FORK.Process(target=forked, args=(partial(start_rank, **how), (), place, output)))
         ranks[-1].start()
     deadline = time.monotonic() + (kill if kill >= 0 and not behind_checkpoint else PATIENCE)
     while any(rank.is_alive() for rank in ranks):
@@ -340,31 +290,22 @@ def launched(start: list, run_dir: str, reply: str, **how: Any) -> None:
     os.replace(f"{reply}.part", reply)
 
 
-def start_rank(env: dict[str, str], script: str, words: list[str], output: str, broken: str, sockets: bool) -> None:
+def start_rank(script: str, words: list[str], broken: str, sockets: bool) -> None:
     """In a forked process: what `python script words` does."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ |= env
-    try:
-        if broken:
-            BREAKS[broken]()
-        assert_aligned()
-        share = processes.share_memory
+    if broken:
+        BREAKS[broken]()
+    assert_aligned()
+    share = processes.share_memory
 
-        def shared(*ranks: int) -> Any:
-            with mock.patch("os.sched_getaffinity", lambda _: {*range(8)}):  # also by more ranks than cores
-                return None if sockets else share(*ranks)
+    def shared(*ranks: int) -> Any:
+        with mock.patch("os.sched_getaffinity", lambda _: {*range(8)}):  # also by more ranks than cores
+            return None if sockets else share(*ranks)
 
-        processes.share_memory = shared
-        if "--compile" in words:  # by torch's own operators: the real compiler takes half a minute
-            torch.compile = functools.partial(torch.compile, backend="aot_eager")
-        sys.argv = [script, *words]
-        runpy.run_path(script, run_name="__main__")
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    processes.share_memory = shared
+    if "--compile" in words:  # by torch's own operators: the real compiler takes half a minute
+        torch.compile = partial(torch.compile, backend="aot_eager")
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
 
 
 def assert_aligned() -> None:
@@ -446,12 +387,10 @@ def starts_of(draw: Draw, launch: Launch) -> list[Start]:
 
 
 def start_of_model(draw: Draw) -> Start:
-    """The short run whose model a draw loads."""
-    flags = {name: value for name, value in draw.flags.items() if name not in ("checkpoint-every", "stop-at-return")}
-    total = flags["num-envs"] * flags.get("num-steps", 2) * flags.get("n-pi", 1)
-    if draw.script in ("dqn", "sac"):
-        total += flags["learning-starts"] + flags["train-frequency"] * flags.get("policy-frequency", 1)
-    return Start(1, flags | {"total-timesteps": total, "eval-every": 0})
+    """The run whose model a draw loads."""
+    left_out = ("checkpoint-every", "stop-at-return")
+    flags = {name: value for name, value in draw.flags.items() if name not in left_out}
+    return Start(1, flags | {"eval-every": 0})
 
 
 def words_of(draw: Draw, start: Start, run_dir: Path) -> list[str]:
@@ -461,33 +400,22 @@ def words_of(draw: Draw, start: Start, run_dir: Path) -> list[str]:
     return [*words, "--save-model", "--timeout", "120", "--run-dir", str(run_dir)]
 
 
-def command(draw: Draw, threads: str, start: Start, script: Path, run_dir: Path) -> list[str]:
+def command(draw: Draw, threads: str, start: Start, run_dir: Path) -> list[str]:
     python = ["python"]
     if start.processes > 1:
         python = ["torchrun", "--standalone", f"--nproc_per_node={start.processes}"]
     variables = [f"OMP_NUM_THREADS={threads}"] if threads else ["-u", "OMP_NUM_THREADS"]
     variables += [f"{name}={x}" for name, x in PROCESSORS[draw.processor].items()]
-    return ["env", *variables, "PYTHONPATH=.:tests", *python, str(script), *words_of(draw, start, run_dir)]
+    return ["env", *variables, "PYTHONPATH=.:tests", *python, f"{draw.script}_ddp.py", *words_of(draw, start, run_dir)]
 
 
-def script_of(draw: Draw, folder: Path) -> Path:
-    """Write the script with the draw's edit."""
-    script = folder / f"{draw.script}_ddp.py"
-    source = (ROOT / script.name).read_text()
-    added = EDITS[draw.edit][draw.script] if draw.edit else ""
-    end = '\n\nif __name__ == "__main__":'
-    assert end in source
-    script.write_text(source.replace(end, f"\n{added}{end}"))
-    return script
-
-
-def run_of(draw: Draw, threads: str, starts: list[Start], script: Path, run_dir: Path, servers: Servers) -> Run:
+def run_of(draw: Draw, threads: str, starts: list[Start], run_dir: Path, servers: Servers) -> Run:
     """Start a script, once or more often, to its end."""
-    output = script.with_name("output")
+    output = run_dir.with_name("output")
     for start in starts:
         output.write_text("")
         if draw.real and start.kill < 0:
-            words = command(draw, threads, start, script, run_dir)
+            words = command(draw, threads, start, run_dir)
             words = [str(Path(sys.executable).with_name(x)) if x in ("python", "torchrun") else x for x in words]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             process = subprocess.Popen(words, cwd=ROOT, env=environ("", "this"), start_new_session=True, **pipes)
@@ -495,9 +423,9 @@ def run_of(draw: Draw, threads: str, starts: list[Start], script: Path, run_dir:
             code, text = done.code, done.out
         else:
             own = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
-            job = {"start": start, "script": str(script), "words": words_of(draw, start, run_dir)}
-            job |= {"output": str(output), "run_dir": str(run_dir), "sockets": draw.sockets}
-            codes = servers.ask(own, draw.processor, script.with_name("reply"), **job)
+            job = {"start": start, "output": str(output), "run_dir": str(run_dir), "sockets": draw.sockets}
+            job |= {"script": str(ROOT / f"{draw.script}_ddp.py"), "words": words_of(draw, start, run_dir)}
+            codes = servers.ask(own, draw.processor, run_dir.with_name("reply"), **job)
             codes = [x for x in codes if start.kill < 0 or x != -signal.SIGKILL]
             code, text = max(codes, key=abs, default=0), output.read_text()
         if code:
@@ -506,22 +434,17 @@ def run_of(draw: Draw, threads: str, starts: list[Start], script: Path, run_dir:
 
 
 def tried(draw: Draw, servers: Servers) -> str:
-    """Run all launches -> "same", "refused", "short", or what parts."""
+    """Run all launches -> "same", "short", or what parts."""
     with tempfile.TemporaryDirectory() as name:
         folder, runs = Path(name), []
-        script = script_of(draw, folder)
         if draw.loads:
-            made = run_of(draw, "1", [start_of_model(draw)], script, folder / "model", servers)
-            if draw.edit in REFUSED and re.search(TOLD, made.out):
-                return "refused"
+            made = run_of(draw, "1", [start_of_model(draw)], folder / "model", servers)
             if made.code:
                 return f"no model: {made.out[-3000:]}"
         for launch in draw.launches:
             run_dir = folder / f"{launch.processes}"
-            runs.append(run_of(draw, launch.threads, starts_of(draw, launch), script, run_dir, servers))
+            runs.append(run_of(draw, launch.threads, starts_of(draw, launch), run_dir, servers))
         codes, text = [run.code for run in runs], "".join(run.out for run in runs)
-        if draw.edit in REFUSED and all(re.search(TOLD, run.out) for run in runs):
-            return "refused"
         if any(codes):
             return f"codes {codes}: {text[-3000:]}"
         if " is not compiled (" in text:
@@ -529,17 +452,6 @@ def tried(draw: Draw, servers: Servers) -> str:
         if parts := same_run(*runs):
             return parts
         return "same" if int(runs[0].rows[-1]["global_step"]) == draw.flags["total-timesteps"] else "short"
-
-
-def shrunk(draw: Draw, servers: Servers) -> Draw:
-    """The draw with as few flags as it takes to part."""
-    kept = {"shards", "num-envs", "env-id", "env-kwargs", "total-timesteps", "num-steps", "learning-starts"}
-    kept |= {"batch-size", "buffer-size", "num-minibatches", "checkpoint-every"}
-    for name in [name for name in draw.flags if name not in kept]:
-        smaller = replace(draw, flags={x: value for x, value in draw.flags.items() if x != name})
-        if tried(smaller, servers).startswith("part"):
-            draw = smaller
-    return draw
 
 
 @dataclass
@@ -552,16 +464,12 @@ class Args:
     """which draws"""
     first: int = 0
     """the first draw's number"""
-    broken: str = ""
-    """break the program in this known way, and stop at the first draw that parts"""
-    at_once: int = 2
-    """draws at once"""
 
 
 def main(args: Args) -> int:
     deadline, results = time.monotonic() + 60 * args.minutes, Counter()
     numbers = iter(range(args.first, args.first + args.draws))
-    servers, lock = Servers(args.broken), Lock()
+    servers, lock = Servers(), Lock()
 
     def work() -> None:
         """Try one draw after another, until one parts."""
@@ -573,17 +481,15 @@ def main(args: Args) -> int:
             draw, begun = drawn(args.seed, number), time.monotonic()
             result = tried(draw, servers)
             with lock:
-                kind = result if result in ("same", "refused", "short") else "parts"
+                kind = result if result in ("same", "short") else "parts"
                 results[kind] += 1
-                seconds = time.monotonic() - begun
-                about = f"draw {draw.number}: {draw.script}{' ' * bool(draw.edit)}{draw.edit}"
-                print(f"{about}, {seconds:.1f} s: {result}", flush=True)
-                if kind == "parts" and not args.broken:
-                    show(shrunk(draw, servers) if result.startswith("part") else draw)
+                print(f"draw {number}: {draw.script}, {time.monotonic() - begun:.1f} s: {result}", flush=True)
+                if kind == "parts":
+                    show(draw)
 
     try:
-        with ThreadPoolExecutor(args.at_once) as pool:
-            for future in [pool.submit(work) for _ in range(args.at_once)]:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for future in [pool.submit(work) for _ in range(AT_ONCE)]:
                 future.result()
     finally:
         servers.close()
@@ -593,17 +499,13 @@ def main(args: Args) -> int:
 
 def show(draw: Draw) -> None:
     """Print the commands of a draw."""
-    script, runs = Path(f"{draw.script}_ddp.py"), Path("runs")
-    if draw.loads:
-        print("    ", shlex.join(command(draw, "1", start_of_model(draw), script, runs / "model")))
+    starts = [("1", start_of_model(draw), "model")] if draw.loads else []
     for launch in draw.launches:
-        for start in starts_of(draw, launch):
-            behind = " behind its first checkpoint" if start.behind_checkpoint else ""
-            killed = f"  # killed after {start.kill:.2f} s{behind}" if start.kill >= 0 else ""
-            words = command(draw, launch.threads, start, script, runs / f"{launch.processes}")
-            print("    ", shlex.join(words) + killed)
-    if draw.edit:
-        print(f"    with these lines before the last two of the script:{EDITS[draw.edit][draw.script]}", flush=True)
+        starts += [(launch.threads, start, launch.processes) for start in starts_of(draw, launch)]
+    for threads, start, name in starts:
+        behind = " behind its first checkpoint" if start.behind_checkpoint else ""
+        killed = f"  # killed after {start.kill:.2f} s{behind}" if start.kill >= 0 else ""
+        print("    ", shlex.join(command(draw, threads, start, Path(f"runs/{name}"))) + killed, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import multiprocessing
 import multiprocessing.connection
@@ -76,9 +77,7 @@ def finish(process: subprocess.Popen, run_dir: Path, timeout: float = PATIENCE) 
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        for member in [*family, *descendants(process)]:
-            if member.is_running():
-                member.send_signal(signal.SIGKILL)
+        send([*family, *descendants(process)], signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
     return Run(process.returncode, out, err, run_dir)
@@ -95,11 +94,18 @@ def wait_until(happened, process: subprocess.Popen) -> None:
 
 
 def descendants(process: subprocess.Popen) -> list[psutil.Process]:
-    try:
+    """The process, first, and all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
         me = psutil.Process(process.pid)
         return [me, *me.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+    return []
+
+
+def send(processes: list[psutil.Process], number: int) -> None:
+    """Send a signal to those that are still there."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", code: int = 0, **env):
@@ -120,11 +126,8 @@ def fork(
     target: Callable, arguments: tuple, world_size: int, output: Path, env: Mapping[str, str], code: int = 0
 ) -> str:
     """Call `target(*arguments)` on each of some ranks, which end with `code` -> what they printed, also in `output`."""
-    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} | env
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     ranks = []
-    for rank in range(world_size):
-        place = sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+    for place in places(world_size):
         ranks.append(FORKS.Process(target=forked, args=(target, arguments, env | place, output)))
         ranks[-1].start()
     deadline = time.monotonic() + PATIENCE
@@ -142,6 +145,15 @@ def fork(
     codes = [process.exitcode for process in ranks]
     assert codes == [code] * world_size, text
     return text
+
+
+def places(world_size: int) -> list[dict[str, str]]:
+    """The variables that a launcher sets, for each rank."""
+    if world_size == 1:
+        return [{}]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
 def free_port() -> int:

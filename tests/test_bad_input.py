@@ -1,9 +1,10 @@
-"""C6: bad input gets one message that names the flag, exit code 2, and nothing is started. Some cases of faults.py."""
+"""C6: bad input gets one message that names the flag, and nothing is started. Processes: test_clean_end.py."""
 
-import importlib
 import math
 import sys
 
+import gymnasium as gym
+import numpy as np
 import pytest
 
 import dqn_ddp
@@ -12,66 +13,94 @@ import ppo_ddp
 import sac_ddp
 from common.arguments import flag, parse
 from common.processes import BadInput
-from common.run import crossed
-from runs import ROOT, edited
-from tests import faults
+from tests.envs import Wrong
 
 SCRIPTS = {"ppo": ppo_ddp, "ppg": ppg_ddp, "dqn": dqn_ddp, "sac": sac_ddp}
-REFUSED = [(script, f"--env-id {id}", said) for script, id, said in faults.REFUSED_ENVIRONMENTS]
+OBSERVATIONS = "its observations must be a vector (1-D Box) or an image"
+BOUNDS = "must be an environment whose actions have distinct bounds"
+WHOLE = "--scale-pixels False: must be left on"
+REFUSED = [  # script, flags, what is said
+    ("ppo", "--no-such-flag 1", "--no-such-flag"),
+    ("ppo", "--env-id", "--env-id"),
+    ("ppo", "--vectorization thread", "--vectorization"),
+    ("ppo", "--total-timesteps 1e6", "--total-timesteps"),
+    ("ppo", "--norm-obs True", "--norm-obs True: takes no value"),
+    ("ppo", "--norm-obs=False", "--norm-obs False: takes no value"),
+    ("ppo", "--resume --run-dir= --checkpoint-every 512", "--run-dir : must be a directory"),
+    ("dqn", "--resume --run-dir somewhere", "--checkpoint-every 0: must be at least 1"),
+    ("ppo", "--run-dir file", "--run-dir file: cannot be written"),
+    ("ppo", "--run-dir file/below", "--run-dir file/below: cannot be written"),
+    ("ppo", "--num-steps 10", "--num-steps 10: must be a multiple of --num-minibatches (4), such as 8"),
+    ("ppg", "--target-kl 0.01", "--update-epochs 1: must be at least 2 with --target-kl"),
+    ("ppo", "--env-kwargs nonsense", "--env-kwargs nonsense: must be a JSON object, such as '{"),
+    ("ppo", '--env-kwargs {"gravity":1}', '--env-kwargs {"gravity":1}: CartPoleEnv.__init__() got'),
+    ("dqn", "--capture-video --eval-every 0", "--eval-every 0: must be at least 1"),
+    ("ppo", "--stop-at-return 100 --eval-every 0", "--eval-every 0: must be at least 1"),
+    ("ppo", "--total-timesteps 100", "--total-timesteps 100: must be at least 512"),
+    ("ppg", "--total-timesteps 8191", "--total-timesteps 8191: must be at least 8192"),
+    ("dqn", "--total-timesteps 5000", "--total-timesteps 5000: must be at least 100"),
+    ("sac", "--total-timesteps 0", "--total-timesteps 0: must be at least"),
+    ("ppo", "--total-timesteps 0 --load-model a --eval-every 0", "--total-timesteps 0: must be at least"),
+    ("ppo", "--timeout 1", "--timeout 1.0: must be a number from 2 to 1e6"),  # it is fed once a second
+    ("ppo", "--num-envs 1 --num-steps 16 --num-minibatches 16", "--norm-adv minibatch: must be none"),
+    ("ppo", "--shards 8", "--num-envs 4: must be a multiple of --shards (8), such as 8"),
+    ("ppg", "--num-aux-minibatches 3", "--num-aux-minibatches 3: must be a divisor of"),
+    ("dqn", "--buffer-size 1001", "--buffer-size 1001: must be a multiple of --num-envs (4), such as 1000"),
+    ("dqn", "--buffer-size 1000000000000", "--buffer-size 1000000000000: must be at most"),
+    ("dqn", "--batch-size 20000", "--batch-size 20000: must be at most --buffer-size (10000)"),
+    ("dqn", "--n-step 5000", "--buffer-size 10000: must be at least 20000"),
+    ("ppo", "--env-id NoSuchEnv-v0", "Environment `NoSuchEnv` doesn't exist."),
+    ("ppo", "--env-id nomodule:Env-v0", "No module named 'nomodule'"),
+    ("ppo", "--env-id ALE/NoSuchGame-v5", "NoSuchGame"),
+    ("ppo", "--env-id MinAtar/NoSuch-v1", "NoSuch"),
+    ("ppo", "--env-id Discrete-v0", OBSERVATIONS),  # this one and the like: `SPACES`
+    ("ppo", "--env-id Dict-v0", OBSERVATIONS),
+    ("ppo", "--env-id Middle-v0", OBSERVATIONS),
+    ("dqn", "--env-id Square-v0", OBSERVATIONS),
+    ("ppo", "--env-id Image-v0 --norm-obs", "--norm-obs True: must be left off"),
+    ("ppo", "--network impala", "--network impala: must be left off"),
+    ("dqn", "--no-scale-pixels", WHOLE),
+    ("dqn", "--env-id MinAtar/Breakout-v1 --no-scale-pixels", WHOLE),
+    ("ppo", "--env-id MultiDiscrete-v0", "not MultiDiscrete([2 2])"),
+    ("ppo", "--env-id IntBox-v0", "must be Discrete or Box of floats"),
+    ("dqn", "--env-id Pendulum-v1", "its actions must be Discrete"),
+    ("sac", "--env-id CartPole-v1", "its actions must be Box"),
+    ("sac", "--env-id ImageBox-v0", "must be an environment with vector observations"),
+    ("sac", "--env-id OpenBox-v0", BOUNDS),
+    ("sac", "--env-id HugeBox-v0", BOUNDS),
+]
+IMAGE = gym.spaces.Box(0, 255, (12, 12, 3), np.uint8)
+SPACES = {  # of observations, or of actions
+    "Discrete": {"obs": gym.spaces.Discrete(2)},
+    "Dict": {"obs": gym.spaces.Dict(x=gym.spaces.Box(-1, 1, (3,), np.float32))},
+    "Middle": {"obs": gym.spaces.Box(0, 255, (84, 4, 84), np.uint8)},
+    "Square": {"obs": gym.spaces.Box(0, 255, (8, 8, 8), np.uint8)},
+    "Image": {"obs": IMAGE},
+    "ImageBox": {"obs": IMAGE, "actions": gym.spaces.Box(-1, 1, (2,), np.float32)},
+    "MultiDiscrete": {"actions": gym.spaces.MultiDiscrete([2, 2])},
+    "IntBox": {"actions": gym.spaces.Box(0, 5, (2,), np.int64)},
+    "OpenBox": {"actions": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)},
+    "HugeBox": {"actions": gym.spaces.Box(-1e30, 1e30, (2,), np.float32)},
+}
+for name, spaces in SPACES.items():
+    gym.register(f"{name}-v0", Wrong, kwargs=spaces)
 
 
-@pytest.mark.parametrize("script, flags, said", [*faults.REFUSED_FLAGS, *REFUSED])
+@pytest.mark.parametrize("script, flags, said", REFUSED)
 def test_what_is_refused(script, flags, said, tmp_path, monkeypatch, capfd):
     """In one line, before any file of a run exists. What tyro finds it says itself, in a box."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     module = SCRIPTS[script]
     try:
-        module.main(parse(module.Args, flags.replace(" :", " tests.faults:").split()))
+        module.main(parse(module.Args, flags.split()))
     except BadInput as error:
         assert said in str(error) and "\n" not in str(error)
     except SystemExit as error:
         assert error.code == 2 and said in capfd.readouterr().err
     else:
         raise AssertionError("it ran")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
-
-
-@pytest.mark.parametrize("script, flags, said", faults.FAULTY_ENVIRONMENTS[:6])  # those that `main` itself tells
-def test_a_fault_of_an_environment_is_named_where_it_arises(script, flags, said, tmp_path, monkeypatch):
-    """Environment and step, before it reaches a network; in training and in evaluation. The user's own error stays."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(faults.Wrong, "made", 0)
-    module = importlib.import_module(f"{script}_ddp")
-    flags = f"{faults.SHORT[script]} --env-id {flags}".replace(" :", " tests.faults:")
-    with pytest.raises((FloatingPointError, KeyError)) as caught:
-        module.main(parse(module.Args, flags.split()))
-    assert said in f"{caught.typename}: {caught.value}"
-
-
-CASES = {f"{case.script}: {case.what}": case for case in faults.all_cases()}
-SOME = (
-    "ppo: --env-id :Exits-v0",
-    "ppo: two ranks: --no-such-flag",
-    "ppo: two ranks: --num-envs 5",
-    "ppo: two ranks: a reward is nan",
-    "ppo: edit: a loss that is nan",
-    "dqn: two ranks: torchrun killed",
-    "ppo: an environment's process killed",
-)
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_a_case_is_as_it_must_be(name):
-    """A run in a process of its own: what it says, its exit code, and what it leaves."""
-    result = faults.tried(CASES[name])
-    assert not result.wrong, result.line
-
-
-def test_every_edit_of_every_case_finds_its_place():
-    """And what comes of it is Python. The cases are not run."""
-    for case in CASES.values():
-        script = ROOT / f"{case.script}_ddp.py"
-        compile(edited(script.name, script.read_text(), *(case.edits or [])), f"{script.name}, {case.what}", "exec")
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"file", "lock"}
 
 
 NAN = math.nan
@@ -98,27 +127,19 @@ def test_a_number_that_cannot_work_is_refused_by_its_flag(script):
                 args_type(**{name: value})
 
 
-@pytest.mark.parametrize("script", [ppo_ddp, ppg_ddp])
-def test_advantages_of_one_sample_are_not_normalised(script):
+def test_advantages_of_one_sample_are_not_normalised():
     """Less its own mean each would be zero, and nothing would move the policy."""
     small = {"num_envs": 1, "num_steps": 16, "num_minibatches": 16, "total_timesteps": 1000}
-    with pytest.raises(BadInput, match="--norm-adv batch"):
-        script.Args(**small | {"num_steps": 1, "num_minibatches": 1}, norm_adv="batch")
-    for settings in ({"norm_adv": "none"}, {"norm_adv": "batch"}, {"num_minibatches": 8}):
-        script.Args(**small | settings)
+    for script in (ppo_ddp, ppg_ddp):
+        with pytest.raises(BadInput, match="--norm-adv batch"):
+            script.Args(**small | {"num_steps": 1, "num_minibatches": 1}, norm_adv="batch")
+        for settings in ({"norm_adv": "none"}, {"norm_adv": "batch"}, {"num_minibatches": 8}):
+            script.Args(**small | settings)
 
 
-def test_ppg_refuses_a_run_without_an_auxiliary_phase():
-    with pytest.raises(BadInput, match=r"--total-timesteps 8191.*8192"):
-        ppg_ddp.Args(total_timesteps=8191)
+def test_the_shortest_runs_of_ppg():
     ppg_ddp.Args(total_timesteps=8192)
-    ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)
-
-
-def test_periods_happen_at_or_past_each_multiple():
-    steps = range(0, 1001, 64)
-    events = [b for a, b in zip(steps, steps[1:], strict=False) if crossed(250, a, b)]
-    assert events == [256, 512, 768] and not crossed(0, 0, 10)
+    ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)  # without a phase
 
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):

@@ -126,36 +126,24 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
     assert "--resume" in record["command"] and record["seconds"] >= float(curves[0].rows[-1]["time/wall"]) - 0.1
 
 
-@pytest.mark.parametrize(
-    ("commit", "changed", "difference", "now", "same"),
-    [
+def test_a_run_goes_on_by_the_same_code_only(tmp_path, monkeypatch):
+    """The commit and the changes since; and by the same command."""
+    (tmp_path / "checkpoints").mkdir()
+    for commit, changed, difference, now, same in (
         ("a", False, "", ("a", ""), True),
         ("a", False, "", ("b", ""), False),
         ("a", False, "", ("a", "+x"), False),
         ("a", True, "+x", ("a", "+x"), True),
         ("a", True, "", ("a", ""), False),  # a file that git does not track
         (None, None, "", ("", ""), False),  # no git
-    ],
-)
-def test_a_run_goes_on_by_the_same_code_only(commit, changed, difference, now, same, tmp_path, monkeypatch):
-    """The commit and the changes since; and by the same command."""
-    monkeypatch.setattr(runner, "git", lambda script, word, *_: now[word == "diff"])
-    (tmp_path / "checkpoints").mkdir()
-    config = {"commit": commit, "changed": changed, "command": "ppo_ddp.py --seed 1 --run-dir a"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "changes.diff").write_text(difference)
-    script = ROOT / "ppo_ddp.py"
-    assert runner.started_by("python ppo_ddp.py --seed 1 --run-dir b".split(), tmp_path, script) == same
-    assert not runner.started_by("python ppo_ddp.py --seed 2 --run-dir a".split(), tmp_path, script)
-
-
-def test_the_time_left_counts_what_this_start_did(monkeypatch):
-    """A run that went on at 0.5 and is at 0.6 after 20 seconds needs 80 more, and the next seed 200, on one core."""
-    run, next_seed = (runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, seed, "") for seed in (1, 2))
-    monkeypatch.setattr(runner, "progress", lambda run_dir: 0.6)
-    monkeypatch.setattr(runner.time, "monotonic", lambda: 120.0)
-    active = {run: (None, 100.0, None, 0.5)}
-    assert runner.seconds_left([next_seed], active, {}, runner.Args("tiny", cores=1)) == pytest.approx(280)
+    ):
+        monkeypatch.setattr(runner, "git", lambda script, word, *_, now=now: now[word == "diff"])
+        config = {"commit": commit, "changed": changed, "command": "ppo_ddp.py --seed 1 --run-dir a"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "changes.diff").write_text(difference)
+        for seed in (1, 2):
+            words = f"python ppo_ddp.py --seed {seed} --run-dir b".split()
+            assert runner.started_by(words, tmp_path, ROOT / "ppo_ddp.py") == (same and seed == 1)
 
 
 def test_a_script_that_git_does_not_track_is_recorded(tmp_path):

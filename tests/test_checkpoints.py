@@ -38,32 +38,20 @@ DQN = "--num-envs 4 --total-timesteps 1400 --learning-starts 600 --buffer-size 1
 DQN += " --log-every 170 --eval-every 700 --eval-episodes 3"
 SAC = "--num-envs 4 --batch-size 64 --total-timesteps 800 --learning-starts 540 --buffer-size 600"
 SAC += " --checkpoint-every 150 --eval-every 0"
-PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
+PPG = f"{PPO} --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8"
+PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0 --buffer-size 400 --total-timesteps 560 --learning-starts 480"
+PONG += " --batch-size 16 --log-every 200 --checkpoint-every 120"
+LIBRARY = f"{PPO} --env-id tests.envs:LibraryCartPole-v0 --vectorization async"
 CASES = {
     "ppo": ("ppo_ddp.py", f"{PPO} --norm-obs --shards 4", [(1, "kill@0@24"), (2, "write@0@2"), (4, None)]),
     "ppo, two processes": ("ppo_ddp.py", f"{PPO} --norm-obs", [(2, "write@0@2"), (2, None)]),
-    "ppg": (
-        "ppg_ddp.py",
-        f"{PPO} --n-pi 2 --aux-epochs 1 --num-aux-minibatches 8 --shards 2",
-        [(2, "kill@1@24"), (1, None)],
-    ),
+    "ppg": ("ppg_ddp.py", f"{PPG} --shards 2", [(2, "kill@1@24"), (1, None)]),
     "dqn": ("dqn_ddp.py", f"{DQN} --prioritized --n-step 3 --shards 4", [(2, "kill@1@10"), (1, None)]),
     "dqn, uniform": ("dqn_ddp.py", f"{DQN} --env-id tests.envs:Counting-v0 --shards 2", [(2, "write@1@2"), (1, None)]),
     "sac": ("sac_ddp.py", f"{SAC} --prioritized --shards 2", [(1, "write@0@14"), (2, None)]),
-    "dqn pong": (
-        "dqn_ddp.py",
-        f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200"
-        " --checkpoint-every 120 --shards 2",
-        [(2, "write@1@4"), (1, None)],
-    ),
-    "libraries": (
-        "ppo_ddp.py",
-        f"{PPO} --env-id tests.envs:LibraryCartPole-v0 --vectorization async --shards 2",
-        [(1, "write@0@2"), (2, None)],
-    ),
+    "dqn pong": ("dqn_ddp.py", f"{PONG} --shards 2", [(2, "write@1@4"), (1, None)]),
+    "libraries": ("ppo_ddp.py", f"{LIBRARY} --shards 2", [(1, "write@0@2"), (2, None)]),
 }
-
-
 SLOW = {"ppo", "sac", "dqn pong"}
 
 
@@ -91,7 +79,7 @@ def kept(run_dir) -> list[str]:
 @pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
 def test_fifty_kills(case, tmp_path):
     """Thirteen of each script."""
-    assert chaos.chaos(case, 13, 1, tmp_path).kills == 13
+    assert chaos.chaos(case, 13, 1, tmp_path).startswith("13 kills")
 
 
 # what is in the run directory, damaged: in this process, one run of PPO and one of DQN for all
@@ -112,6 +100,10 @@ def continued(module, run_dir, **changes) -> None:
 
 def rows(run_dir) -> list[dict[str, str]]:
     return Run(0, "", "", run_dir).rows
+
+
+def copied(interrupted, tmp_path, name="ppo_ddp"):
+    return shutil.copytree(interrupted[0] / name, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +129,7 @@ def longer(path):
 @pytest.mark.parametrize("module, name", [(ppo_ddp, "state.pt"), (dqn_ddp, "replay-0")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, interrupted, tmp_path, capfd):
     """One that torch does not read. What a user copies there stays."""
-    folder, whole = interrupted
-    run_dir = shutil.copytree(folder / module.__name__, tmp_path / "run")
+    run_dir = copied(interrupted, tmp_path, module.__name__)
     before, newest = sorted((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     cut(newest / name)
     shutil.copytree(before, run_dir / "checkpoints" / "best")
@@ -146,13 +137,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, in
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if str(newest) in line and "looking for an older" in line]
     assert [line for line in lines if "going on from" in line] == [f"going on from {before}"]
-    assert rows(run_dir) == whole[module]
+    assert rows(run_dir) == interrupted[1][module]
     assert "best" in kept(run_dir) and len(kept(run_dir)) == 3
 
 
 def test_where_no_checkpoint_can_be_read_the_rows_stay(interrupted, tmp_path):
     """The fault may pass: the run does not begin again over them."""
-    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    run_dir = copied(interrupted, tmp_path)
     for folder in (run_dir / "checkpoints").iterdir():
         cut(folder / "state.pt")
     before = content(run_dir)
@@ -170,7 +161,7 @@ class EditedAgent(ppo_ddp.Agent):
 @pytest.mark.parametrize("name", ["agent", "mine"])
 def test_what_an_edited_script_registers_is_refused_by_name(name, interrupted, tmp_path, monkeypatch):
     """A network with another layer; a tensor that the checkpoint lacks. The rows stay."""
-    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    run_dir = copied(interrupted, tmp_path)
     before = content(run_dir)
     register = Loop.register
     if name == "agent":
@@ -215,11 +206,10 @@ def test_feeding_sets_the_watchdog_back_once_a_second(monkeypatch):
 @pytest.mark.parametrize("damage", [cut, longer])
 def test_metrics_csv_is_cut_back_to_the_checkpoint(damage, interrupted, tmp_path):
     """What came after it is written again."""
-    folder, whole = interrupted
-    run_dir = shutil.copytree(folder / "ppo_ddp", tmp_path / "run")
+    run_dir = copied(interrupted, tmp_path)
     damage(run_dir / "metrics.csv")
     continued(ppo_ddp, run_dir)
-    assert rows(run_dir) == whole[ppo_ddp]
+    assert rows(run_dir) == interrupted[1][ppo_ddp]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +223,7 @@ def test_metrics_csv_is_cut_back_to_the_checkpoint(damage, interrupted, tmp_path
     ],
 )
 def test_what_another_run_left_is_refused(change, said, interrupted, tmp_path):
-    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    run_dir = copied(interrupted, tmp_path)
     record = json.loads((run_dir / "config.json").read_text())
     change(record)
     (run_dir / "config.json").write_text(json.dumps(record))
@@ -245,7 +235,7 @@ def test_what_another_run_left_is_refused(change, said, interrupted, tmp_path):
 
 def test_a_metrics_csv_that_was_cut_ends_the_run(interrupted, tmp_path):
     """Rows before the checkpoint are lost: nothing can write them again."""
-    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    run_dir = copied(interrupted, tmp_path)
     (run_dir / "metrics.csv").write_text("global_step\n")
     with pytest.raises(RuntimeError, match="metrics.csv: is shorter than at the checkpoint"):
         continued(ppo_ddp, run_dir)
@@ -257,7 +247,7 @@ def content(run_dir) -> list[tuple]:
 
 def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd):
     """By each name of the record. A flag that the code did not have before does not stand in the way."""
-    run_dir = shutil.copytree(interrupted[0] / "ppo_ddp", tmp_path / "run")
+    run_dir = copied(interrupted, tmp_path)
     config = run_dir / "config.json"
     record = json.loads(config.read_text())
     continued(ppo_ddp, run_dir)
@@ -382,10 +372,10 @@ def test_a_cut_ends_episodes_of_a_replay_buffer():
     assert ended.discounts.tolist() == [0.0] and not rb.truncations[1, 4]
 
 
-@pytest.mark.parametrize(
-    "env_id",
-    ["CartPole-v1", "MinAtar/Breakout-v1", "ALE/Breakout-v5", "LunarLander-v3", "Hopper-v5"],
-)
+SIMULATORS = ("CartPole-v1", "MinAtar/Breakout-v1", "ALE/Breakout-v5", "LunarLander-v3", "Hopper-v5")
+
+
+@pytest.mark.parametrize("env_id", SIMULATORS)
 def test_what_environments_did_before_a_start_does_not_matter(env_id):
     """A used environment and a new one, started at a checkpoint, give the same; another checkpoint, something else."""
 
@@ -420,33 +410,14 @@ def test_torchrun_restarts_go_on_by_themselves(tmp_path):
     assert same_run(calm, Run(0, "", "", tmp_path / "run")) == ""
 
 
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp, sac_ddp])
-def test_cut_write_start_anew(module, tmp_path, monkeypatch):
-    """The order at each checkpoint, where `write` begins with the cut; the environments' new seeds; none at the end."""
-    happened = []
+STEPS = {ppo_ddp: ("112", "64"), ppg_ddp: ("144", "96"), dqn_ddp: ("100", "150"), sac_ddp: ("100", "150")}
 
-    def note(owner, name, text):
-        function = getattr(owner, name)
 
-        def noted(self, *args):
-            happened.append(text(*args))
-            return function(self, *args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(Environments, "reset", lambda checkpoint=0: f"start {checkpoint}")
-    note(Checkpoints, "write", lambda step, number: f"write {step}")
-    note(ReplayBuffer, "cut", lambda: "cut")
-    note(ReplayBuffer, "start", lambda obs: "fill")
-    settings = SMALL | RUNS[dqn_ddp] | {"total_timesteps": 160, "prioritized": False, "num_threads": 1}
-    fill = ["fill"]
-    if module in (ppo_ddp, ppg_ddp):
-        settings, fill = SMALL | RUNS[ppo_ddp] | {"total_timesteps": 160, "checkpoint_every": 50}, []
+@pytest.mark.parametrize("module", STEPS)
+def test_checkpoints_are_written_at_or_past_each_multiple(module, tmp_path):
+    """At an iteration's, a phase's or a vector step's end, but not at the run's. The newest two are kept."""
+    settings = RUNS[dqn_ddp] if module in (dqn_ddp, sac_ddp) else RUNS[ppo_ddp] | {"checkpoint_every": 50}
     if module is ppg_ddp:
         settings |= {"n_pi": 3, "aux_epochs": 1, "num_aux_minibatches": 2}
-    module.main(module.Args(**settings, run_dir=str(tmp_path / "run")))
-    steps = {ppo_ddp: (64, 112), ppg_ddp: (96, 144)}.get(module, (50, 100, 150))
-    expected = ["start 0", *fill]
-    for number, step in enumerate(steps, 1):
-        expected += [f"write {step}", *(["cut"] if fill else []), f"start {number}", *fill]
-    assert happened == expected
+    module.main(module.Args(**SMALL | settings | {"total_timesteps": 160, "run_dir": str(tmp_path / "run")}))
+    assert kept(tmp_path / "run") == [*STEPS[module]]

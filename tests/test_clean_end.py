@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import dataclass, field
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import ppo_ddp
 import sac_ddp
 from common.processes import World
-from runs import Run, descendants, finish, free_port, run, start, wait_until
+from runs import Run, descendants, finish, free_port, run, send, start, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 2048 --eval-every 1024 --eval-episodes 4"
 LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6"
@@ -37,14 +38,24 @@ def ended(process, family, run_dir) -> Run:
     On a quiet machine that takes a second or two, where nothing else is said; what hangs would do so for minutes.
     """
     run = finish(process, run_dir, timeout=60)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    for member in alive:
-        member.kill()
+    assert_gone(family)
+    assert whole_rows(run_dir) >= 3
+    return run
+
+
+def assert_gone(processes) -> None:
+    """In ten seconds; what is left is ended."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    send(alive, signal.SIGKILL)
     assert not alive, f"left: {alive}"
+
+
+def whole_rows(run_dir) -> int:
+    """How many rows metrics.csv has; each must be whole."""
     with open(run_dir / "metrics.csv", newline="") as file:
         header, *rows = csv.reader(file)
-    assert len(rows) >= 3 and all(len(row) == len(header) for row in rows)
-    return run
+    assert all(len(row) == len(header) for row in rows)
+    return len(rows)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +169,7 @@ def test_no_rank_outlives_a_launcher_that_dies_before_they_meet(tmp_path):
     family = descendants(process)
     process.kill()
     assert finish(process, tmp_path / "run").code == -signal.SIGKILL
-    assert not psutil.wait_procs(family, 10)[1]
+    assert_gone(family)
 
 
 def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
@@ -166,6 +177,78 @@ def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "2"}
     run = finish(start("ppo_ddp.py", 1, f"--timeout 6 --run-dir {tmp_path / 'run'}", **place), tmp_path / "run")
     assert run.code == 1 and "waiting for clients. 1/2 clients joined." in run.err, run.err
+
+
+@dataclass
+class Fault:
+    """A command, what must come of it, and what is done to it once it has written three rows."""
+
+    script: str
+    flags: str
+    code: int  # of the script: torchrun makes 1 of each
+    says: str = ""  # with code 2 in the one message
+    processes: int = 1
+    kill: tuple[int, int] | None = None  # which process of its family, and the signal
+    env: dict[str, str] = field(default_factory=dict)
+
+
+WRONG = "--env-id tests.envs:Wrong-v0 --env-kwargs"
+ASYNC, HUNG = "--vectorization async", "Timeout (0:00:10)!"
+ONLINE = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "/nowhere"}
+OFFLINE = ONLINE | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+LAUNCHER, FIRST, LAST = 0, 1, -1
+NAN, EXIT, RAISE, SLOW, FILES = (f'{WRONG} {{"fault":"{x}"}}' for x in ("nan", "exit", "raise", "slow", "files"))
+FAULTS = {
+    "sys.exit of an environment": Fault("ppo", EXIT, 1, "RuntimeError: sys.exit(3) was called"),
+    "two ranks, a flag": Fault("ppo", "--no-such-flag", 2, "--no-such-flag", processes=2),
+    "two ranks, a number": Fault("ppo", "--num-envs 5", 2, "such as 4", processes=2),
+    "two ranks, nan": Fault("ppo", NAN, 1, "environment 0, its step 7: its reward", processes=2),
+    "torchrun killed": Fault("dqn", "", -9, processes=2, kill=(LAUNCHER, signal.SIGKILL)),
+    "a worker killed": Fault("ppo", ASYNC, 1, "async_vector_env.py", kill=(FIRST, signal.SIGKILL)),
+}
+SLOW_FAULTS = {
+    "raised in a worker": Fault("ppo", f"{RAISE} {ASYNC}", 1, "the user's own fault"),
+    "nan in an evaluation": Fault("ppo", f"{NAN} --eval-every 64", 1, "evaluation episode 0, its step 7: its reward"),
+    "two ranks, no login": Fault("ppo", "--track", 2, "--track: ", processes=2, env=ONLINE),
+    "no network": Fault("ppo", "--track", 2, "--track: ", env=OFFLINE),
+    "no ROM": Fault("ppo", "--env-id ALE/Pong-v5", 2, "pong.bin", env={"ALE_ROMS_DIR": "."}),
+    "too many open files": Fault("ppo", f"{FILES} --num-envs 64 {ASYNC}", 2, "Too many open files"),
+    "no git": Fault("ppo", "", 0, env={"PATH": "/nowhere"}),
+    "a rank killed": Fault("ppo", "", 1, "exitcode : -9", processes=2, kill=(LAST, signal.SIGKILL)),
+    "a rank stands still": Fault("sac", "--timeout 10", 1, HUNG, processes=2, kill=(LAST, signal.SIGSTOP)),
+    "a worker stands still": Fault("dqn", f"{ASYNC} --timeout 10", 1, HUNG, kill=(FIRST, signal.SIGSTOP)),
+    "Ctrl-C while one is made": Fault("ppo", SLOW, 130, kill=(LAUNCHER, signal.SIGINT)),
+}
+CASES = [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAULTS)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_told_once_and_leaves_nothing_behind(name, tmp_path):
+    """No process, and no file of a run that did not start; the rows of one that did are whole."""
+    fault = (FAULTS | SLOW_FAULTS)[name]
+    steps = 100000000 if fault.kill else 1024
+    sizes = f"{REPLAY} --eval-every 0" if fault.script in ("dqn", "sac") else "--num-steps 16 --eval-every 0"
+    flags = f"{sizes} --total-timesteps {steps} --run-dir run {fault.flags}"
+    process = start(f"{fault.script}_ddp.py", fault.processes, flags, cwd=tmp_path, **fault.env)
+    path = tmp_path / "run" / "metrics.csv"
+    if fault.kill:
+        begun = tmp_path / "begun"
+        wait_until(lambda: begun.exists() or (path.exists() and path.read_text().count("\n") > 3), process)
+        which, number = fault.kill
+        descendants(process)[which].send_signal(number)
+    run = finish(process, tmp_path / "run")
+    assert_gone([process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)])
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", run.err + run.out).split())
+    assert fault.says in text
+    assert run.code == (min(fault.code, 1) if fault.processes > 1 else fault.code), text
+    messages = re.findall("^error: |^╭", run.err + run.out, re.MULTILINE)
+    assert len(messages) == (fault.code == 2), text
+    if fault.code != 1:
+        assert not re.search(r'(?:common/\w+|_ddp)\.py", line \d+, in ', run.err), text
+    if fault.code == 2:
+        assert {x.name for x in tmp_path.rglob("*") if x.is_file() and "wandb" not in x.parts} <= {"lock"}
+    elif path.exists():
+        assert whole_rows(tmp_path / "run") >= 3 * (fault.kill is not None)
 
 
 @pytest.mark.slow

@@ -1,11 +1,15 @@
-"""What the scripts set on the machine."""
+"""What the scripts set on the machine, and what they copy to a GPU."""
 
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
+from common.tensors import upload
 from runs import ROOT
 
 PROGRAM = """
@@ -38,3 +42,16 @@ def test_freed_memory_is_kept_and_denormals_are_zero_in_a_run(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     *_, faults, denormals = done.stdout.splitlines() or [done.stderr]
     assert int(faults) < 100 and denormals == "0.0 0.0", done.stdout + done.stderr
+
+
+def test_an_upload_is_one_copy_of_all_that_is_in_it(monkeypatch):
+    """Of arrays of any type, layout and size, each at an aligned place. Here the copy stays on the CPU."""
+    copies, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **how: empty(*sizes, **how))
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: (copies.append(x), x)[1])
+    noise = np.arange(512, dtype=np.float32).reshape(64, 2, 4)
+    arrays = [noise[:, 1:], noise[:, 0].T, np.array([True, False, True]), np.zeros((0, 3), np.float32), np.array([7])]
+    there = upload(arrays, SimpleNamespace(type="cuda"))
+    assert all(np.array_equal(x, y) and x.numpy().dtype == y.dtype for x, y in zip(there, arrays, strict=True))
+    (whole,) = copies
+    assert all((x.data_ptr() - whole.data_ptr()) % 512 == 0 for x in there if len(x))
