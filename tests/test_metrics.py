@@ -190,57 +190,39 @@ def test_each_optimiser_of_sac_has_its_rate_and_its_steps(tmp_path, monkeypatch)
     assert sorted(rates.values()) == 6 * [[1e-3] * 20] + 13 * [[2e-3] * 20]  # temperature: as the critics
 
 
-OTHERS = {"env_id", "num_envs", "total_timesteps", "num_steps", "log_every", "life_loss", "network", "scale_pixels"}
-ROLLOUTS = {"num_steps": 16, "total_timesteps": 256, "update_epochs": 3, "learning_rate": 1e-2, "clip_vloss": True}
-REPLAY = {"learning_starts": 40, "total_timesteps": 160, "batch_size": 8, "train_frequency": 4, "log_every": 160}
-OF_PPO = {"gamma": 0.5, "gae_lambda": 0.5, "update_epochs": 2, "num_minibatches": 2, "norm_adv": "none"}
-OF_PPO |= {"clip_coef": 0.001, "clip_vloss": False, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01}
-OF_PPO |= {"learning_rate": 1e-3, "adam_eps": 1e-2, "anneal_lr": False, "norm_obs": True, "norm_reward": False}
-OF_REPLAY = {"gamma": 0.5, "buffer_size": 40, "batch_size": 4, "learning_starts": 60, "train_frequency": 8}
-OF_REPLAY |= {"target_network_frequency": 40, "tau": 0.1, "prioritized": True, "per_alpha": 0.1, "per_beta": 0.9}
-FLAGS = {
-    "ppo": (ppo_ddp, ROLLOUTS, OF_PPO | {"target_kl": 1e-6}),
-    "ppg": (
-        ppg_ddp,
-        ROLLOUTS | {"n_pi": 2, "num_aux_minibatches": 4},
-        OF_PPO
-        | {"target_kl": 1e-6, "n_pi": 1, "aux_epochs": 1, "num_aux_minibatches": 2}
-        | {"aux_learning_rate": 1e-2, "beta_clone": 10.0},
-    ),
-    "dqn": (
-        dqn_ddp,
-        REPLAY | {"target_network_frequency": 16, "max_grad_norm": 10.0, "learning_rate": 1e-2},
-        OF_REPLAY
-        | {"learning_rate": 1e-3, "anneal_lr": False, "adam_eps": 1e-2, "max_grad_norm": 0.01, "loss": "huber"}
-        | {"double_q": True, "dueling": True, "n_step": 3, "start_e": 0.5, "end_e": 0.9, "exploration_fraction": 0.1},
-    ),
-    "sac": (
-        sac_ddp,
-        REPLAY | {"num_envs": 2},
-        OF_REPLAY | {"policy_lr": 1e-2, "q_lr": 1e-2, "policy_frequency": 4} | {"alpha": 0.1, "autotune": False},
-    ),
+OTHERS = {"env_id", "num_envs", "total_timesteps", "log_every", "life_loss", "network", "scale_pixels"}
+ROLLOUTS = {"num_steps": 16, "total_timesteps": 256, "update_epochs": 3, "learning_rate": 1e-2}
+REPLAY = {"learning_starts": 40, "total_timesteps": 160, "batch_size": 8, "train_frequency": 4, "buffer_size": 80}
+REPLAY |= {"prioritized": True, "target_network_frequency": 16}
+SETTINGS = {
+    ppo_ddp: ROLLOUTS,
+    ppg_ddp: ROLLOUTS | {"n_pi": 2, "num_aux_minibatches": 4},
+    dqn_ddp: REPLAY | {"max_grad_norm": 10.0, "learning_rate": 1e-2, "end_e": 0.5},
+    sac_ddp: REPLAY | {"env_id": "Pendulum-v1", "num_envs": 2},
 }
 
 
-@pytest.mark.parametrize("script", FLAGS)
-def test_every_flag_of_an_algorithm_changes_what_is_learned(script, tmp_path):
-    """A flag that is not wired in would leave the same parameters."""
-    module, settings, flags = FLAGS[script]
-    own = set(module.Args.__dataclass_fields__) - set(RunArgs.__dataclass_fields__)
-    assert own - OTHERS == set(flags)
+def another(name: str, value) -> bool | int | float | str:
+    """Of a flag with this value."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 2 * value
+    return {"loss": "huber", "norm_adv": "none", "clip_coef": 0.001}.get(name, 0.02)
 
-    def learned(**changes) -> dict[str, torch.Tensor]:
-        run_dir = tmp_path / str(len(list(tmp_path.iterdir())))
-        env_id = {"sac": "Pendulum-v1"}.get(script, "tests.envs:NoisyCartPole-v0")
-        shared = {"env_id": env_id, "eval_every": 0, "cuda": False, "save_model": True, "run_dir": str(run_dir)}
-        module.main(module.Args(**settings | shared | changes))
-        state = dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
+
+@pytest.mark.parametrize("module", SETTINGS)
+def test_every_flag_of_an_algorithm_changes_what_is_learned(module, tmp_path):
+    """A flag that is not wired in would leave the same parameters."""
+    shared = {"env_id": "tests.envs:NoisyCartPole-v0", "eval_every": 0, "cuda": False, "save_model": True}
+    settings = shared | SETTINGS[module]
+
+    def learned(name: str, **changes) -> dict[str, torch.Tensor]:
+        module.main(module.Args(**settings | changes, run_dir=str(tmp_path / name)))
+        state = dict(flat(torch.load(tmp_path / name / "model.pt", weights_only=True)))
         return {name: x for name, x in state.items() if "moments" not in name and "log_alpha" not in name}
 
-    plain = learned()
-    for name, value in flags.items():
-        if name in ("per_alpha", "per_beta"):
-            before, after = learned(prioritized=True), learned(prioritized=True, **{name: value})
-        else:
-            before, after = plain, learned(**{name: value})
+    before, defaults = learned("none"), module.Args(**settings)
+    for name in module.Args.__dataclass_fields__.keys() - RunArgs.__dataclass_fields__.keys() - OTHERS:
+        after = learned(name, **{name: another(name, getattr(defaults, name))})
         assert not all(x.equal(after[key]) for key, x in before.items() if key in after), name

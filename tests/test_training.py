@@ -11,9 +11,8 @@ import pytest
 from runs import assert_close, run, same_run
 
 SMALL = "--num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 4 --save-model"
-
-
-DOTS = "--env-id tests.envs:Dots-v0 --num-steps 64 --total-timesteps 6144 --learning-rate 2e-3 --update-epochs 2"
+DOTS = "--seed 3 --env-id tests.envs:Dots-v0 --num-steps 64 --total-timesteps 6144 --update-epochs 2"
+DOTS += " --learning-rate 2e-3"
 DQN = "--prioritized --n-step 3 --double-q --dueling --learning-starts 1000 --learning-rate 1e-3 --eval-episodes 10"
 DQN += " --total-timesteps 30000 --exploration-fraction 0.3"
 SAC = "--learning-starts 500 --batch-size 64 --total-timesteps 8000 --q-lr 2e-3 --policy-lr 1e-3"
@@ -29,7 +28,7 @@ LEARNS = {
 
 @pytest.mark.parametrize("what", LEARNS)
 def test_a_script_learns(what, tmp_path):
-    """An evaluation reaches a return, not the one before learning; there the run ends, before its budget does."""
+    """An evaluation reaches a return, not the one before learning; there the run ends."""
     script, size, flags, period, goal = LEARNS[what]
     flags += f" --eval-every {period} --stop-at-return {goal}"
     result = run(f"{script}_ddp.py", size, flags, tmp_path / "run", dtype="float32")
