@@ -8,19 +8,29 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch.distributions import (
+    AffineTransform,
+    Categorical,
+    Independent,
+    Normal,
+    TanhTransform,
+    TransformedDistribution,
+    kl_divergence,
+)
 
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
+import sac_ddp
 from common import environments
 from common.encoders import image_encoder
 from common.environments import EVALUATION, TRAINING, environment_seeds, evaluate
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.processes import World
+from common.replay import Batch
 from common.tensors import check_equal
-from tests.envs import Counting
 
+COUNTING = "tests.envs:Counting-v0"
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
 
@@ -36,30 +46,8 @@ def test_gae_by_hand():
         assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
 
 
-class Reusing(Counting):
-    """Gives one array at each step."""
-
-    array = np.zeros(1, np.float32)
-
-    def given(self, result):
-        self.array[:] = result[0]
-        return self.array, *result[1:]
-
-    def reset(self, **options):
-        self.array = np.zeros(1, np.float32) if options.get("seed") is not None else self.array
-        return self.given(super().reset(**options))
-
-    def step(self, action):
-        return self.given(super().step(action))
-
-
-gym.register("Reusing-v0", Reusing)
-COUNTING = ["tests.envs:Counting-v0", "Reusing-v0"]
-
-
-@pytest.mark.parametrize("env_id", COUNTING)
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
-def test_a_truncated_step_is_worth_what_follows_it(module, env_id, tmp_path, monkeypatch):
+def test_a_truncated_step_is_worth_what_follows_it(module, tmp_path, monkeypatch):
     """Its reward has the discounted value of its own last observation, computed alone; a terminated one's has not."""
     sizes = []
 
@@ -77,13 +65,12 @@ def test_a_truncated_step_is_worth_what_follows_it(module, env_id, tmp_path, mon
 
     monkeypatch.setattr(module.Agent, "forward", forward)
     monkeypatch.setattr(module, "compute_gae", stop)
-    args = {"env_id": env_id, "gamma": 0.5, "norm_reward": False, "eval_every": 0, "cuda": False}
+    args = {"env_id": COUNTING, "gamma": 0.5, "norm_reward": False, "eval_every": 0, "cuda": False}
     with pytest.raises(InterruptedError):
         module.main(module.Args(**args, run_dir=str(tmp_path / "run")))
 
 
-@pytest.mark.parametrize("env_id", COUNTING)
-def test_a_truncated_transition_is_followed_by_its_last_observation(env_id, tmp_path, monkeypatch):
+def test_a_truncated_transition_is_followed_by_its_last_observation(tmp_path, monkeypatch):
     """In DQN's batches, and in SAC's, which has the same lines; a termination's value is 0."""
     sample, batches = dqn_ddp.ReplayBuffer.sample, []
 
@@ -93,7 +80,7 @@ def test_a_truncated_transition_is_followed_by_its_last_observation(env_id, tmp_
 
     monkeypatch.setattr(dqn_ddp.ReplayBuffer, "sample", noted)
     sizes = {"learning_starts": 40, "total_timesteps": 400, "batch_size": 40, "buffer_size": 200, "eval_every": 0}
-    dqn_ddp.main(dqn_ddp.Args(**sizes, env_id=env_id, cuda=False, run_dir=str(tmp_path / "run")))
+    dqn_ddp.main(dqn_ddp.Args(**sizes, env_id=COUNTING, cuda=False, run_dir=str(tmp_path / "run")))
     obs, next_obs, discounts = (
         torch.cat([getattr(x.batch, y) for x in batches]) for y in ("obs", "next_obs", "discounts")
     )
@@ -109,17 +96,10 @@ def of_all(num_shards: int) -> SimpleNamespace:
     return SimpleNamespace(shards=shards, num_shards=num_shards, world_size=1, gather_shards=np.asarray)
 
 
-class FixedAgent(nn.Module):
-    """Gives chosen log-probabilities, entropies and values."""
-
-    def __init__(self, *chosen):
-        super().__init__()
-        self.evaluate = lambda obs, actions: tuple(torch.tensor(x) for x in chosen)
-
-
 def test_clipped_losses_by_hand(float64):
     """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2; values 1 -> 2 or 1.1 with returns 3."""
-    agent = FixedAgent([math.log(r) for r in (2, 2, 0.5, 0.5)], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1])
+    ratios, entropies, new_values = torch.tensor([[2, 2, 0.5, 0.5], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1]])
+    agent = SimpleNamespace(evaluate=lambda *_: (ratios.log(), entropies, new_values))
     zeros, ones, threes = torch.zeros(4), torch.ones(4), torch.full((4,), 3.0)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     for clip_vloss, v_loss in (
@@ -162,6 +142,110 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
     torch.testing.assert_close(entropy, reference.entropy(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(agent.kl_divergence(old_pi, pi), kl_divergence(old, reference), rtol=1e-10, atol=1e-10)
     assert agent.kl_divergence(pi, pi).abs().max() < 1e-12
+
+
+def test_dqn_targets_by_hand():
+    """Rewards 1 and 2, discounts 0.5 and 0: the target network's best, and its value of the online network's best."""
+    rewards, discounts = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
+    target_q, online_q = torch.tensor([[4.0, 8.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    parts = {"rewards": rewards, "discounts": discounts, "next_obs": online_q, "weights": torch.ones(2)}
+    parts |= {"obs": torch.zeros(2, 2), "actions": torch.tensor([0, 1])}
+    for double_q, expected in ((False, [5.0, 2.0]), (True, [3.0, 2.0])):
+        args = dqn_ddp.Args(double_q=double_q)
+        loss = dqn_ddp.TDLoss(nn.Identity(), lambda obs: target_q, args, 1)  # values of 0 now
+        _, stats = loss(Batch(**parts))
+        assert (-stats["td_errors"]).tolist() == expected
+
+
+def test_dueling_values_by_hand():
+    """The state's value plus advantages less their mean, each from a hidden layer of its own."""
+    space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    for dueling in (False, True):
+        network, obs = dqn_ddp.QNetwork(space, 4, dueling, "auto", True), torch.randn(6, 3)
+        features = network.network(obs)
+        assert features.shape == (6, 120) and network.head[0].weight.shape == (84, 120)
+        q = network.head(features)
+        if dueling:
+            assert network.value_head[0].weight.shape == (84, 120) and network.value_head[2].weight.shape == (1, 84)
+            q = network.value_head(features) + q - (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
+        torch.testing.assert_close(network(obs), q)
+
+
+SPACES = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
+
+
+def make_actor() -> sac_ddp.Actor:
+    torch.manual_seed(0)
+    return sac_ddp.Actor(*SPACES, torch.device("cpu"))
+
+
+def test_log_probability_is_that_of_the_squashed_normal(float64):
+    """Against torch's own transformed distribution, in two dimensions with other bounds."""
+    actor, obs, noise = make_actor(), torch.randn(50, 3), torch.randn(50, 2)
+    actions, log_prob = actor(obs, noise)
+    mean, squashed = actor.layers(obs).split(2, -1)
+    log_std = -5.0 + 3.5 * (squashed.tanh() + 1.0)
+    affine = AffineTransform(torch.tensor([0.0, 2.5]), torch.tensor([2.0, 2.5]))
+    pi = TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(cache_size=1), affine])
+    torch.testing.assert_close(log_prob, pi.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actions, affine(torch.tanh(mean + log_std.exp() * noise)))
+
+
+def test_log_probability_is_finite_where_tanh_is_one():
+    """At u = 40, in float32, where 1 - tanh(u)^2 is 0: log(1 - tanh^2) is 2 (log 2 - u), and its gradient is -2."""
+    actor = make_actor()
+    with torch.no_grad():
+        for parameter in actor.layers[-1].parameters():
+            parameter.zero_()
+        actor.layers[-1].bias[:2] = 40.0
+    actions, log_prob = actor(torch.zeros(1, 3), torch.zeros(1, 2))
+    log_std = -1.5
+    by_hand = 2 * (-log_std - 0.5 * math.log(2 * math.pi) - 2 * (math.log(2) - 40)) - math.log(2) - math.log(2.5)
+    assert log_prob.item() == pytest.approx(by_hand, rel=1e-5)
+    log_prob.sum().backward()
+    assert actor.layers[-1].bias.grad[:2].tolist() == pytest.approx([2.0, 2.0])
+    assert actions.tolist() == [[2.0, 5.0]]
+
+
+def test_sac_losses_by_hand(float64):
+    """Both squared errors by their weights; alpha log pi - min Q; and the gradients of actor and temperature."""
+    actor, critics, critics_target = make_actor(), sac_ddp.Critics(*SPACES), sac_ddp.Critics(*SPACES)
+    critics.requires_grad_(False)
+    log_alpha = nn.Parameter(torch.tensor(math.log(0.3)))
+    obs, noise, next_noise = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 2)
+    actions, log_prob = actor(obs, noise)
+    qf1, qf2 = critics(obs, actions)
+    batch = Batch(obs, actions.detach(), *torch.rand(2, 5), torch.randn(5, 3), torch.rand(5))
+    next_actions, next_logprob = actor(batch.next_obs, next_noise)
+    worth = torch.min(*critics_target(batch.next_obs, next_actions)) - 0.3 * next_logprob
+    target = batch.rewards + batch.discounts * worth
+    loss, stats = sac_ddp.CriticLoss(critics, critics_target, actor, log_alpha, 1 / 5)(batch, next_noise)
+    assert not loss.requires_grad  # these critics need none, and the target has none
+    torch.testing.assert_close(loss, (batch.weights * ((qf1 - target) ** 2 + (qf2 - target) ** 2)).mean())
+    torch.testing.assert_close(stats["td_errors"], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
+
+    loss, stats = sac_ddp.ActorLoss(actor, log_alpha, critics, 1 / 5)(obs, noise)
+    expected = (0.3 * log_prob - torch.min(qf1, qf2)).mean()
+    torch.testing.assert_close(stats["actor_loss"], expected)
+    parameters = list(actor.parameters())
+    *gradients, of_log_alpha = torch.autograd.grad(loss, [*parameters, log_alpha])
+    assert of_log_alpha.item() == pytest.approx(-0.3 * (log_prob.mean().item() - 2))
+    torch.testing.assert_close(gradients, [*torch.autograd.grad(expected, parameters)])
+
+
+def test_ppg_auxiliary_loss_by_hand(float64):
+    """Its value loss reaches the policy network, KL(old || new) by its weight; the value network has its own loss."""
+    torch.manual_seed(0)
+    agent = ppg_ddp.Agent(VECTOR, DISCRETE)
+    obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
+    loss_fn = ppg_ddp.AuxLoss(agent, ppg_ddp.Args(beta_clone=0.7))
+    loss, _ = loss_fn(obs, returns, old_pi)
+    errors = loss_fn.aux_critic(agent.actor[:-1](obs)).squeeze(-1) - returns, agent(obs)[1] - returns
+    old, new = (Categorical(logits=x) for x in (old_pi, agent(obs)[0]))
+    expected = sum(0.5 * x.square().mean() for x in errors) + 0.7 * kl_divergence(old, new).mean()
+    torch.testing.assert_close(loss, expected)
+    gradients, by_hand = (torch.autograd.grad(x, [*loss_fn.parameters()]) for x in (loss, expected))
+    torch.testing.assert_close(gradients, by_hand, rtol=1e-10, atol=1e-12)
 
 
 def test_sampling_inverts_the_distribution():
@@ -311,47 +395,32 @@ def test_encoders_read_images_of_any_layout(size, dtype, high, scale, float64):
     """Whole numbers are divided by the space's largest; how they lie in memory does not matter."""
     space = gym.spaces.Box(0, high, (4, size, size), dtype)
     obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 4, size, size)).astype(dtype))
-    nature = [(32, 4, 8, 8), (32,), (64, 32, 4, 4), (64,), (64, 64, 3, 3), (64,)]
     for scaled in (True, False):
         encoder, num_features, width = image_encoder(space, scaled=scaled)
-        assert [tuple(p.shape) for p in encoder.parameters()] == (nature if size == 84 else [(16, 4, 3, 3), (16,)])
         assert (num_features, width) == ((3136, 512) if size == 84 else (1024, 128))
         features = encoder(obs)
         assert encoder(obs.contiguous(memory_format=torch.channels_last)).equal(features)
         torch.testing.assert_close(encoder[1:](obs.double() / (scale if scaled else 1.0)), features)
-    agent = ppo_ddp.Agent(space, DISCRETE)
-    assert [x.shape[1] for x in (agent.actor[-1].weight, agent.critic[-1].weight)] == [width, width]
 
 
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
-def test_impala_is_the_papers_network(module):
-    """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks; then 256."""
-    torch.manual_seed(1)
+def test_impala_is_the_papers_network():
+    """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks."""
     space = gym.spaces.Box(0, 255, (3, 64, 64), np.uint8)
-    if module is dqn_ddp:
-        network = module.QNetwork(space, 3, False, "impala", True)
-    else:
-        network = module.Agent(space, DISCRETE, "impala")
-    layers = network.actor if module is ppg_ddp else network.network
-    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
-    tensors = iter(network.parameters())
+    encoder, num_features, width = image_encoder(space, "impala")
+    assert (num_features, width) == (2048, 256)
+    networks = [ppo_ddp.Agent(space, DISCRETE, "impala").network, ppg_ddp.Agent(space, DISCRETE, "impala").actor]
+    for network in (*networks, dqn_ddp.QNetwork(space, 3, False, "impala", True).network):
+        assert all(x.shape == y.shape for x, y in zip(encoder.parameters(), network.parameters(), strict=False))
+    tensors = iter(encoder.parameters())
 
     def conv(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.conv2d(x, next(tensors), next(tensors), padding=1)
 
+    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
     x = obs.float() / 255
     for channels in (16, 32, 32):
         x = nn.functional.max_pool2d(conv(x), 3, 2, 1)
         assert x.shape[1] == channels
         for _ in range(2):
             x = x + conv(conv(x.relu()).relu())
-    x = x.relu().flatten(1)
-    assert x.shape[1] == 2048
-    torch.testing.assert_close((layers if module is dqn_ddp else layers[0])(obs), x)
-    hidden = nn.functional.linear(x, next(tensors), next(tensors)).relu()
-    assert hidden.shape == (5, 256)
-    out = nn.functional.linear(hidden, next(tensors), next(tensors))
-    result = network(obs)
-    torch.testing.assert_close(result if module is dqn_ddp else result[0], out)
-    small = image_encoder(gym.spaces.Box(0, 1, (6, 10, 11), np.bool_), "impala")
-    assert small[0](torch.ones(2, 6, 10, 11, dtype=torch.bool)).shape == (2, small[1])
+    torch.testing.assert_close(encoder(obs), x.relu().flatten(1))
