@@ -7,16 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.distributions import (
-    AffineTransform,
-    Categorical,
-    Independent,
-    Normal,
-    TanhTransform,
-    TransformedDistribution,
-    kl_divergence,
-)
+from torch import distributions, nn
 
 import dqn_ddp
 import ppg_ddp
@@ -132,15 +123,19 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
     pi, old_pi = agent.pi(out), agent.pi(out + torch.randn_like(out))
     if space is BOX:
         old_pi[:, 2:] -= 0.2
-        reference, old = (Independent(Normal(p[:, :2], p[:, 2:].exp()), 1) for p in (pi, old_pi))
+        reference, old = (
+            distributions.Independent(distributions.Normal(p[:, :2], p[:, 2:].exp()), 1) for p in (pi, old_pi)
+        )
     else:
-        reference, old = Categorical(logits=pi), Categorical(logits=old_pi)
+        reference, old = distributions.Categorical(logits=pi), distributions.Categorical(logits=old_pi)
     actions = reference.sample()
     logprob, entropy, same_values = agent.evaluate(obs, actions)
     assert same_values.equal(values)
     torch.testing.assert_close(logprob, reference.log_prob(actions), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(entropy, reference.entropy(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(agent.kl_divergence(old_pi, pi), kl_divergence(old, reference), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        agent.kl_divergence(old_pi, pi), distributions.kl_divergence(old, reference), rtol=1e-10, atol=1e-10
+    )
     assert agent.kl_divergence(pi, pi).abs().max() < 1e-12
 
 
@@ -185,8 +180,10 @@ def test_log_probability_is_that_of_the_squashed_normal(float64):
     actions, log_prob = actor(obs, noise)
     mean, squashed = actor.layers(obs).split(2, -1)
     log_std = -5.0 + 3.5 * (squashed.tanh() + 1.0)
-    affine = AffineTransform(torch.tensor([0.0, 2.5]), torch.tensor([2.0, 2.5]))
-    pi = TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(cache_size=1), affine])
+    affine = distributions.AffineTransform(torch.tensor([0.0, 2.5]), torch.tensor([2.0, 2.5]))
+    pi = distributions.TransformedDistribution(
+        distributions.Normal(mean, log_std.exp()), [distributions.TanhTransform(cache_size=1), affine]
+    )
     torch.testing.assert_close(log_prob, pi.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(actions, affine(torch.tanh(mean + log_std.exp() * noise)))
 
@@ -241,8 +238,8 @@ def test_ppg_auxiliary_loss_by_hand(float64):
     loss_fn = ppg_ddp.AuxLoss(agent, ppg_ddp.Args(beta_clone=0.7))
     loss, _ = loss_fn(obs, returns, old_pi)
     errors = loss_fn.aux_critic(agent.actor[:-1](obs)).squeeze(-1) - returns, agent(obs)[1] - returns
-    old, new = (Categorical(logits=x) for x in (old_pi, agent(obs)[0]))
-    expected = sum(0.5 * x.square().mean() for x in errors) + 0.7 * kl_divergence(old, new).mean()
+    old, new = (distributions.Categorical(logits=x) for x in (old_pi, agent(obs)[0]))
+    expected = sum(0.5 * x.square().mean() for x in errors) + 0.7 * distributions.kl_divergence(old, new).mean()
     torch.testing.assert_close(loss, expected)
     gradients, by_hand = (torch.autograd.grad(x, [*loss_fn.parameters()]) for x in (loss, expected))
     torch.testing.assert_close(gradients, by_hand, rtol=1e-10, atol=1e-12)
@@ -329,30 +326,32 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
     It meets the other ranks every 100 steps, is done once no rank plays, and ends sooner when asked to stop.
     """
     monkeypatch.setattr(environments, "MAX_STEPS", 150)
-    met, played, args = [], [], ppo_ddp.Args(cuda=False)
+    args = ppo_ddp.Args(cuda=False)
+    world = World(False)
+    met = []
+
+    def balance(obs):
+        return (obs[:, 2] + obs[:, 3] > 0).astype(int)
 
     def gather(values):
-        met.append(np.size(values))
-        played[:] = np.asarray(values, dtype=float).tolist()
-        return np.asarray(values, dtype=float).reshape(1, -1)
+        met.append(np.array(values, float))
+        return np.ones((world.world_size, 1)) * met[-1].reshape(1, -1)
 
-    world = World(False)
     world.gather = gather
-    row, _ = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), args, world)
-    assert played == [[150.0, 150.0]] * 20  # this policy balances for 170 steps and more
+    row, _ = evaluate(balance, args, world)
+    assert met[-1].tolist() == [[150.0, 150.0]] * 20  # this policy balances for 170 steps and more
     assert row["eval/episodic_return"] == row["eval/episodic_length"] == 150 and row["eval/episodes"] == 20
-    assert met == [1, 40]
+    assert [x.size for x in met] == [1, 40]
     evaluate(lambda obs: np.zeros(20, int), args, world)
-    assert max(returns for returns, _ in played) < 15
+    assert met[-1].max() < 15
     world.stop = 15
-    row, _ = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), args, world)
+    row, _ = evaluate(balance, args, world)
     assert row["eval/episodic_length"] == 100
     world.stop, world.rank, world.world_size, world.num_shards = 0, 20, 21, 21
     world.shards = range(20, 21)  # a rank without episodes meets the others as often
     met.clear()
-    world.gather = lambda values: met.append(np.size(values)) or np.ones((21, np.size(values)))
     evaluate(None, args, world)
-    assert met == [1, 40]
+    assert [x.size for x in met] == [1, 40]
 
 
 CHANGES = {  # of what rank 1 has, and the name that is said

@@ -170,24 +170,36 @@ def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch):
     assert len(taken) == 4000 and np.mean(np.equal(taken, 0)) == pytest.approx(0.25, abs=0.03)
 
 
-def test_each_optimiser_of_sac_has_its_rate_and_its_steps(tmp_path, monkeypatch):
-    """20 updates of the critics; after each second one, two of the actor with the temperature."""
-    rates, step = {}, torch.optim.Adam.step
+@pytest.fixture
+def rates(monkeypatch):
+    """By how many parameters they move, the learning rate of each step of optimisers."""
+    found, step = {}, torch.optim.Adam.step
 
     def noted(self, *args, **kwargs):
         for group in self.param_groups:
-            for x in group["params"]:
-                rates.setdefault(x, []).append(group["lr"])
+            found.setdefault(len(group["params"]), []).append(group["lr"])
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    return found
+
+
+def test_each_optimiser_of_sac_has_its_rate_and_its_steps(rates, tmp_path):
+    """20 updates of the critics; after each second one, two of the actor with the temperature."""
     sizes = {"num_envs": 2, "total_timesteps": 80, "learning_starts": 40, "train_frequency": 2, "batch_size": 8}
     more = {"policy_lr": 1e-3, "q_lr": 2e-3, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
     sac_ddp.main(sac_ddp.Args(**sizes, **more, env_id="Pendulum-v1"))
-    # the critics' first layers read an observation of 3 numbers and an action of 1, the actor's an observation
-    first_layers = {x.shape[1]: its_rates for x, its_rates in rates.items() if x.shape[:1] == (256,) and x.ndim == 2}
-    assert first_layers[4] == [2e-3] * 20 and first_layers[3] == [1e-3] * 20
-    assert sorted(rates.values()) == 6 * [[1e-3] * 20] + 13 * [[2e-3] * 20]  # temperature: as the critics
+    assert rates == {12: [2e-3] * 20, 6: [1e-3] * 20, 1: [2e-3] * 20}  # critics, actor, temperature
+
+
+def test_both_phases_of_ppg_share_one_schedule(rates, tmp_path):
+    """Each optimiser's rate falls linearly over the whole run, and never starts again."""
+    sizes = {"num_steps": 32, "n_pi": 4, "aux_epochs": 4, "num_aux_minibatches": 4, "total_timesteps": 12 * 128}
+    more = {"learning_rate": 1e-3, "aux_learning_rate": 2e-3, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
+    ppg_ddp.main(ppg_ddp.Args(**sizes, **more))
+    assert rates.keys() == {12, 14}  # the auxiliary one moves the head besides
+    np.testing.assert_allclose(rates[12], np.repeat(1e-3 * (1 - np.arange(12) / 12), 4))
+    np.testing.assert_allclose(rates[14], np.repeat(2e-3 * (1 - np.array([3, 7, 11]) / 12), 16))
 
 
 OTHERS = {"env_id", "num_envs", "total_timesteps", "log_every", "life_loss", "network", "scale_pixels"}
