@@ -148,12 +148,12 @@ def test_new_transitions_get_the_largest_priority_of_any_rank():
     assert [buffer.state_dict()["largest"] for buffer in buffers] == [largest] * 2
 
 
-GAMES = ["ALE/Breakout-v5", pytest.param("envpool/Breakout-v5", marks=ENVPOOL)]
+GAMES = ["ALE/SpaceInvaders-v5", pytest.param("envpool/SpaceInvaders-v5", marks=ENVPOOL)]
 
 
 @pytest.mark.parametrize("env_id", GAMES)
 def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
-    """The same games whether a lost life is an end or not; the buffer gives what the simulator gave."""
+    """The same games whether a lost life is an end or not; the buffer gives what the simulator gave, scores as well."""
     finished, ends = {}, {}
     for flag in (True, False):
         args = dqn_ddp.Args(env_id=env_id, life_loss=flag, num_threads=1)
@@ -177,17 +177,8 @@ def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
                     np.testing.assert_array_equal(rebuilt, np.stack([seen[t][env] for t in times]))
         finished[flag] = envs.finished
         envs.close()
-    assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 3
-    assert ends[True] >= 5 * ends[False]
-
-
-@pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", pytest.param("envpool/SpaceInvaders-v5", marks=ENVPOOL)])
-def test_scores_are_not_clipped(env_id):
-    envs = Environments(dqn_ddp.Args(env_id=env_id, num_threads=1), TRAINING, [range(2)], World(False))
-    envs.reset()
-    rng = np.random.default_rng(0)
-    assert max(envs.step(rng.integers(0, 6, 2))[1].max() for _ in range(300)) >= 5
-    envs.close()
+    assert finished[True] == finished[False] and len(finished[True]) == ends[False] >= 2
+    assert ends[True] >= 3 * ends[False] and buffer.rewards.max() >= 5
 
 
 def test_frequencies_follow_priorities():
