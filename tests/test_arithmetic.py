@@ -154,16 +154,12 @@ def test_dqn_targets_by_hand():
 
 def test_dueling_values_by_hand():
     """The state's value plus advantages less their mean, each from a hidden layer of its own."""
-    space = gym.spaces.Box(-1, 1, (3,), np.float32)
-    for dueling in (False, True):
-        network, obs = dqn_ddp.QNetwork(space, 4, dueling, "auto", True), torch.randn(6, 3)
-        features = network.network(obs)
-        assert features.shape == (6, 120) and network.head[0].weight.shape == (84, 120)
-        q = network.head(features)
-        if dueling:
-            assert network.value_head[0].weight.shape == (84, 120) and network.value_head[2].weight.shape == (1, 84)
-            q = network.value_head(features) + q - (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
-        torch.testing.assert_close(network(obs), q)
+    network, obs = dqn_ddp.QNetwork(VECTOR, 4, True, "auto", True), torch.randn(6, 3)
+    features = network.network(obs)
+    assert {*network.head.parameters()}.isdisjoint(network.value_head.parameters()) and len(network.value_head) == 3
+    q = network.head(features)
+    mean = (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
+    torch.testing.assert_close(network(obs), network.value_head(features) + q - mean)
 
 
 SPACES = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
@@ -175,33 +171,22 @@ def make_actor() -> sac_ddp.Actor:
 
 
 def test_log_probability_is_that_of_the_squashed_normal(float64):
-    """Against torch's own transformed distribution, in two dimensions with other bounds."""
+    """Against torch's own terms, in two dimensions with other bounds; with its gradient, also where tanh is 1."""
     actor, obs, noise = make_actor(), torch.randn(50, 3), torch.randn(50, 2)
+    noise[:10] *= 1000
     actions, log_prob = actor(obs, noise)
     mean, squashed = actor.layers(obs).split(2, -1)
-    log_std = -5.0 + 3.5 * (squashed.tanh() + 1.0)
-    affine = distributions.AffineTransform(torch.tensor([0.0, 2.5]), torch.tensor([2.0, 2.5]))
-    pi = distributions.TransformedDistribution(
-        distributions.Normal(mean, log_std.exp()), [distributions.TanhTransform(cache_size=1), affine]
-    )
-    torch.testing.assert_close(log_prob, pi.log_prob(actions).sum(-1), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(actions, affine(torch.tanh(mean + log_std.exp() * noise)))
-
-
-def test_log_probability_is_finite_where_tanh_is_one():
-    """At u = 40, in float32, where 1 - tanh(u)^2 is 0: log(1 - tanh^2) is 2 (log 2 - u), and its gradient is -2."""
-    actor = make_actor()
-    with torch.no_grad():
-        for parameter in actor.layers[-1].parameters():
-            parameter.zero_()
-        actor.layers[-1].bias[:2] = 40.0
-    actions, log_prob = actor(torch.zeros(1, 3), torch.zeros(1, 2))
-    log_std = -1.5
-    by_hand = 2 * (-log_std - 0.5 * math.log(2 * math.pi) - 2 * (math.log(2) - 40)) - math.log(2) - math.log(2.5)
-    assert log_prob.item() == pytest.approx(by_hand, rel=1e-5)
-    log_prob.sum().backward()
-    assert actor.layers[-1].bias.grad[:2].tolist() == pytest.approx([2.0, 2.0])
-    assert actions.tolist() == [[2.0, 5.0]]
+    std = (-5.0 + 3.5 * (squashed.tanh() + 1.0)).exp()
+    u = mean + std * noise
+    scale, bias = torch.tensor([2.0, 2.5]), torch.tensor([0.0, 2.5])
+    log_det = distributions.TanhTransform().log_abs_det_jacobian(u, u.tanh()) + scale.log()
+    expected = (distributions.Normal(mean, std).log_prob(u) - log_det).sum(-1)
+    assert (u.tanh().abs() == 1).any()
+    torch.testing.assert_close(actions, bias + scale * u.tanh())
+    torch.testing.assert_close(log_prob, expected, rtol=1e-9, atol=1e-9)
+    parameters = list(actor.parameters())
+    gradients, by_torch = (torch.autograd.grad(x.mean(), parameters, retain_graph=True) for x in (log_prob, expected))
+    torch.testing.assert_close(gradients, by_torch)
 
 
 def test_sac_losses_by_hand(float64):

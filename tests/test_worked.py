@@ -117,7 +117,6 @@ def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
     torch.testing.assert_close(values.view(2, 2, 32).transpose(1, 2).reshape(64, 2), of_steps)
     agent = module.Agent(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2))
     sequence, step = dones[:, :-1].nonzero()[0].tolist()
-    after = [x[[sequence], step + 1 :] for x in (obs, actions, dones)]
     *_, values = agent.evaluate(obs, actions, dones, state)
-    *_, alone = agent.evaluate(*after, torch.zeros(1, 64))
+    *_, alone = agent.evaluate(*(x[[sequence], step + 1 :] for x in (obs, actions, dones)), torch.zeros(1, 64))
     torch.testing.assert_close(values[sequence, step + 1 :], alone[0])
