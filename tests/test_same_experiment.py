@@ -83,13 +83,6 @@ def test_the_same_command_gives_the_same_bytes(script, tmp_path):
     assert_close(run(script, 1, SHORT[script], tmp_path / "one", dtype="float32"), a, relative=1e-3, absolute=1e-5)
 
 
-def test_libraries_that_an_environment_draws_from_are_seeded(tmp_path):
-    """Rewards from `random` and `numpy.random`: the same command gives the same numbers."""
-    flags = "--env-id tests.envs:LibraryCartPole-v0 --num-steps 32 --total-timesteps 512 --eval-every 0"
-    a, b = (run("ppo_ddp.py", 1, flags, tmp_path / name) for name in "ab")
-    assert a.rows == b.rows and len(set(a.column("losses/value_loss"))) == 4
-
-
 @pytest.mark.parametrize(
     "script, flags, size",
     [("ppo_ddp.py", SIZES, 4), ("dqn_ddp.py", "--num-envs 12 --buffer-size 1200 --learning-starts 200", 2)],

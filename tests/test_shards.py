@@ -192,20 +192,6 @@ def run_of(shards: int, compiles: bool = False, **registered) -> Run:
     return new
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_what_backward_returns(shards):
-    """Scalars by shard, rows as the batch has them; of equal parts, or of those that `sizes` say."""
-    loss, x = Rows(), torch.randn(8, 3)
-    new = run_of(shards, loss=loss, optimizer=torch.optim.Adam(loss.parameters()))
-    expected = loss(x)[1]["rows"]
-    sizes = [8 // shards] * shards
-    for given in (None, [5, *[1] * (shards - 2), 8 - 5 - (shards - 2)] if shards > 1 else [8]):
-        stats = new.backward(loss, x, sizes=given)
-        torch.testing.assert_close(stats["rows"], expected)
-        means = [part.mean() for part in expected.split(given or sizes)]
-        torch.testing.assert_close(stats["mean"], torch.stack(means))
-
-
 def test_by_shard_gives_a_function_each_shards_rows_alone():
     """In chunks, so that a long rollout needs no more memory; results in the places of their inputs."""
     seen, steps = [], CHUNK  # 2 environments of a shard: two chunks
