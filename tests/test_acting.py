@@ -102,19 +102,16 @@ def result_of(module, obs):
 
 
 def act_and_learn(make, by_numpy):
-    """Three periods of calls, with steps of an optimiser between: each time the module's result -> what was said."""
+    """Three periods of calls, between which parameters move: each time the module's result -> what was said."""
     torch.manual_seed(0)
     module, notes = make(), []
     policy = policy_of(module, notes)
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     for call, obs in enumerate(OBS):
         np.testing.assert_allclose(policy(obs), result_of(module, obs), rtol=1e-4, atol=2e-5, err_msg=str(call))
         assert policy.by_numpy == [by_numpy]
         if call % 16 == 15:
-            optimizer.zero_grad()
-            out = module(torch.from_numpy(obs).to(torch.get_default_dtype()))
-            sum(x.square().sum() for x in (out if isinstance(out, tuple) else [out])).backward()
-            optimizer.step()
+            for p in module.parameters():
+                p.detach().add_(0.05 * torch.randn(p.shape))
     return notes
 
 

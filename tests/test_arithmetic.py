@@ -79,12 +79,6 @@ def test_a_truncated_transition_is_followed_by_its_last_observation(tmp_path, mo
     assert next_obs[~terminated].equal(obs[~terminated] + 1)
 
 
-def of_all(num_shards: int) -> SimpleNamespace:
-    """A process that holds all shards."""
-    shards = range(num_shards)
-    return SimpleNamespace(shards=shards, num_shards=num_shards, world_size=1, gather_shards=np.asarray)
-
-
 def test_clipped_losses_by_hand(float64):
     """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2; values 1 -> 2 or 1.1 with returns 3."""
     ratios, entropies, new_values = torch.tensor([[2, 2, 0.5, 0.5], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1]])
@@ -259,7 +253,7 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
     moments, seen = RunningMoments((3,)), []
     for steps in (5, 50, 7):
         x = np.concatenate([rng.normal(1e4, 0.1, (steps, 2, 3)), rng.normal(1e4 + 1, 2.0, (steps, 2, 3))], 1)
-        moments.update(x, of_all(2))
+        moments.update(x, World(False, 2))
         seen += [x.reshape(-1, 3)]
         whole = np.concatenate(seen)
         np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-12)
@@ -272,7 +266,7 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
     assert moments.normalized(far)[0, :2].tolist() == [10.0, -10.0]
     assert moments.scaled(far)[0].tolist() == [10.0, -10.0, pytest.approx(1 / whole[:, 2].std())]
     off = RunningMoments((3,), enabled=False)
-    off.update(x, of_all(2))
+    off.update(x, World(False, 2))
     assert off.normalized(far) is far and off.scaled(far).tolist() == far.tolist() and off.count == 0
 
 
@@ -286,10 +280,10 @@ def test_discounted_returns_by_hand():
 def test_advantages_are_normalised_with_n_minus_1(num_shards, float64):
     """Over the last axis; or over both, of (steps, environments)."""
     rows = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
-    normalized = standardized(rows, of_all(num_shards))
+    normalized = standardized(rows, World(False, num_shards))
     torch.testing.assert_close(normalized[0], (rows[0] - 3) / (math.sqrt(14 / 3) + 1e-8), rtol=1e-12, atol=0)
     assert normalized[1].tolist() == [0.0] * 4
-    both = standardized(rows, of_all(num_shards), dims=2)
+    both = standardized(rows, World(False, num_shards), dims=2)
     torch.testing.assert_close(both, (rows - rows.mean()) / (rows.std() + 1e-8), rtol=1e-12, atol=0)
 
 
@@ -338,7 +332,7 @@ CHANGES = {  # of what rank 1 has, and the name that is said
     r"optimizer\S*state\S*1\S*exp_avg": lambda s: s["optimizer"].state[s["network"].bias]["exp_avg"].add_(1e-7),
     r"optimizer\S*state\S*1\S*step": lambda s: s["optimizer"].state.pop(s["network"].bias),
     "generator": lambda s: torch.rand(1, generator=s["generator"]),
-    "normaliser": lambda s: s["normaliser"].update(np.ones((1, 1, 2)), of_all(1)),
+    "normaliser": lambda s: s["normaliser"].update(np.ones((1, 1, 2)), World(False, 1)),
     "other": lambda s: s.update(other=1.0),
 }
 
@@ -347,22 +341,22 @@ CHANGES = {  # of what rank 1 has, and the name that is said
 def test_every_kind_of_state_is_compared(name, monkeypatch):
     """`check_equal` names what differs on rank 1, be it of a network, an optimiser, a generator, or there alone."""
 
-    def state() -> dict:
+    states = []
+    for _ in range(2):
         torch.manual_seed(0)
         network, generator = nn.Linear(2, 1), torch.Generator().manual_seed(1)
         optimizer = torch.optim.Adam(network.parameters())
         network(torch.ones(2)).sum().backward()
         optimizer.step()
-        return {"network": network, "optimizer": optimizer, "generator": generator, "normaliser": RunningMoments((2,))}
-
-    world, tables, changed = World(), [], state()
+        modules = {"network": network, "optimizer": optimizer}
+        states.append(modules | {"generator": generator, "normaliser": RunningMoments((2,))})
+    CHANGES[name](states[1])
+    tables, world = [], World()
     world.world_size = 2
-    CHANGES[name](changed)
-    monkeypatch.setattr(World, "gather_objects", lambda _, mine: tables.append(mine) or [mine, mine])
-    check_equal(0, changed, world)
-    monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, tables[0]])
+    monkeypatch.setattr(world, "gather_objects", lambda mine: tables.append(mine) or [tables[0], mine])
+    check_equal(0, states[0], world)
     with pytest.raises(RuntimeError, match=rf"step 7: \S*{name}\S* on rank 1"):
-        check_equal(7, state(), world)
+        check_equal(7, states[1], world)
 
 
 IMAGES = [(84, np.uint8, 255, 255.0), (10, np.bool_, 1, 1.0), (10, np.uint8, 7, 7.0), (10, np.int64, 9, 9.0)]

@@ -8,8 +8,8 @@ import pytest
 
 from runs import ROOT, Run, edited, fork, same_run
 
-ENV = '{"shape": [5], "dtype": "float32", "actions": [2], "action_dtype": "float32", "end": 0.05, "cut": 0.05}'
-DISCRETE = '{"shape": [5], "dtype": "float32", "actions": [3, 0], "end": 0.05, "cut": 0.05}'
+ENV = '{"shape":[5],"dtype":"float32","actions":[2],"action_dtype":"float32","end":0.05,"cut":0.05}'
+DISCRETE = '{"shape":[5],"dtype":"float32","actions":[3,0],"end":0.05,"cut":0.05}'
 SHARED = {"env-id": "tests.envs:Drawn-v0", "env-kwargs": ENV, "num-envs": "4", "shards": "2", "eval-episodes": "3"}
 ACTOR_CRITIC = SHARED | {"num-steps": "32", "num-minibatches": "2", "update-epochs": "2", "total-timesteps": "1280"}
 ACTOR_CRITIC |= {"eval-every": "640", "norm-obs": ""}
