@@ -46,46 +46,37 @@ class Residual(nn.Sequential):
         return super().forward(x) + x[:, :3]
 
 
-def on_actor(change):
-    """An agent after a change of its actor."""
+def made(change):
+    """An agent after a change."""
 
     def make():
         agent = Agent()
-        change(agent.actor)
+        change(agent)
         return agent
 
     return make
 
 
-def replaced(forward):
-    """An agent whose actor is computed otherwise."""
-    agent = Agent()
-    agent.actor = forward(agent.actor)
-    return agent
-
-
 EDITS = {
     "scale": lambda: Agent(lambda m, obs, out: 1.01 * out),
     "learned temperature": lambda: Agent(lambda m, obs, out: out / m.temperature),
-    "hook": on_actor(lambda actor: actor[0].register_forward_hook(lambda m, x, y: y + 0.5)),
-    "hook on all": on_actor(lambda actor: actor.register_forward_hook(lambda m, x, y: 2 * y)),
-    "weight normalisation": on_actor(lambda actor: nn.utils.parametrizations.weight_norm(actor[2])),
-    "forward of one layer": on_actor(lambda actor: setattr(actor[2], "forward", lambda x: x[:, :64] / 2)),
-    "another activation": on_actor(lambda actor: actor.insert(1, nn.LayerNorm(64))),
-    "subclassed layer": on_actor(lambda actor: actor.__setitem__(4, Scaled(64, 3))),
-    "subclassed Sequential": lambda: replaced(lambda actor: Residual(*actor)),
+    "hook": made(lambda m: m.actor[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
+    "hook on all": made(lambda m: m.actor.register_forward_hook(lambda layer, x, y: 2 * y)),
+    "weight normalisation": made(lambda m: nn.utils.parametrizations.weight_norm(m.actor[2])),
+    "forward of one layer": made(lambda m: setattr(m.actor[2], "forward", lambda x: x[:, :64] / 2)),
+    "another activation": made(lambda m: m.actor.insert(1, nn.LayerNorm(64))),
+    "subclassed layer": made(lambda m: m.actor.__setitem__(4, Scaled(64, 3))),
+    "subclassed Sequential": made(lambda m: setattr(m, "actor", Residual(*m.actor))),
     "another features": lambda: Agent().apply(lambda m: hasattr(m, "network") and setattr(m, "network", nn.Softsign())),
     "dueling": lambda: dqn_ddp.QNetwork(SPACE, 3, True, "auto", True),
 }
 UNEDITED = {
-    "frozen actor": on_actor(lambda actor: actor.requires_grad_(False)),
+    "frozen actor": made(lambda m: m.actor.requires_grad_(False)),
     "ppo": lambda: ppo_ddp.Agent(SPACE, DISCRETE),
     "ppo box": lambda: ppo_ddp.Agent(SPACE, BOX),
     "ppg": lambda: ppg_ddp.Agent(SPACE, DISCRETE),
     "dqn": lambda: dqn_ddp.QNetwork(SPACE, 3, False, "auto", True),
-    "replaced actor": lambda: replaced(
-        lambda _: nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
-    ),
+    "without a bias": made(lambda m: m.actor.__setitem__(4, nn.Linear(64, 3, bias=False))),
 }
 
 

@@ -33,7 +33,11 @@ RUNS = {
 def edited_module(tmp_path, script, edits):
     """The module of an edited copy of a script."""
     (tmp_path / script).write_text(edited(script, (ROOT / script).read_text(), *edits))
-    spec = importlib.util.spec_from_file_location("edited", tmp_path / script)
+    return loaded(tmp_path / script)
+
+
+def loaded(path):
+    spec = importlib.util.spec_from_file_location("edited", path)
     module = sys.modules["edited"] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its own
     spec.loader.exec_module(module)
     return module
@@ -57,7 +61,6 @@ def test_what_acts_is_the_network(edit, tmp_path, monkeypatch, capfd):
     module.main(module.Args(**settings, cuda=False, run_dir=str(tmp_path / "run")))
     assert len(by_numpy) >= 3 * PERIOD and set(by_numpy) == {expected}
     assert capfd.readouterr().out.count("acts by torch, more slowly than by numpy (it is not Linear") == (not expected)
-    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") >= 3
 
 
 # in what PPG defines otherwise, how many lines of PPO it does not have: for images, one network with two heads; in

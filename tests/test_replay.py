@@ -148,10 +148,7 @@ def test_new_transitions_get_the_largest_priority_of_any_rank():
     assert [buffer.state_dict()["largest"] for buffer in buffers] == [largest] * 2
 
 
-GAMES = ["ALE/SpaceInvaders-v5", pytest.param("envpool/SpaceInvaders-v5", marks=ENVPOOL)]
-
-
-@pytest.mark.parametrize("env_id", GAMES)
+@pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", pytest.param("envpool/SpaceInvaders-v5", marks=ENVPOOL)])
 def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
     """The same games whether a lost life is an end or not; the buffer gives what the simulator gave, scores as well."""
     finished, ends = {}, {}

@@ -1,16 +1,15 @@
 """The worked changes of docs/modify.md: each applies, keeps the promise, goes on after a kill, and learns."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 
 import gymnasium as gym
 import psutil
 import pytest
 import torch
 from test_changes import ACTOR_CRITIC, DISCRETE, REPLAY, words_of
+from test_edits import loaded
 
 from runs import ROOT, finish, same_run, start, wait_until
 
@@ -84,17 +83,10 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
             assert torch.equal(value, shorter[key]) == key.startswith("target")
 
 
-def loaded(tree, script, monkeypatch):
-    """The module of a changed script."""
-    spec = importlib.util.spec_from_file_location("changed", tree / script)
-    monkeypatch.setitem(sys.modules, "changed", module := importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
     """Sequences are unrolled to the values of the steps that acted; after an end they are those of an episode alone."""
-    module = loaded(*changed("gru", tmp_path), monkeypatch)
+    tree, script = changed("gru", tmp_path)
+    module = loaded(tree / script)
     acted, unrolled = [], []
     forward, evaluate = module.Agent.forward, module.Agent.evaluate
 
