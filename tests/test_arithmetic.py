@@ -1,4 +1,4 @@
-"""The pieces against arithmetic written out by hand or an independent library."""
+"""The pieces against arithmetic written out by hand or an independent library; PPO's are PPG's (test_edits.py)."""
 
 import math
 from types import SimpleNamespace
@@ -7,20 +7,21 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch import distributions, nn
 
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
+import sac_ddp
 from common import environments
 from common.encoders import image_encoder
 from common.environments import EVALUATION, TRAINING, environment_seeds, evaluate
 from common.normalization import RunningMoments, discounted_returns, standardized
 from common.processes import World
+from common.replay import Batch
 from common.tensors import check_equal
-from tests.envs import Counting
 
+COUNTING = "tests.envs:Counting-v0"
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
 
@@ -31,35 +32,11 @@ def test_gae_by_hand():
     dones = np.array([[0.0, 1.0], [0.0, 0.0]])
     # last row: 3 + 0.5 * 6 - 4 = 2; first row: 1 + 0.5 * 4 - 2 + 0.25 * 2, and 1 - 2 where an end cuts
     rewards = np.array([[1.0, 1.0], [3.0, 3.0]])
-    for module in (ppo_ddp, ppg_ddp):
-        advantages = module.compute_gae(rewards, values, next_value, dones, 0.5, 0.5)
-        assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
+    advantages = ppo_ddp.compute_gae(rewards, values, next_value, dones, 0.5, 0.5)
+    assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
 
 
-class Reusing(Counting):
-    """Gives one array at each step."""
-
-    array = np.zeros(1, np.float32)
-
-    def given(self, result):
-        self.array[:] = result[0]
-        return self.array, *result[1:]
-
-    def reset(self, **options):
-        self.array = np.zeros(1, np.float32) if options.get("seed") is not None else self.array
-        return self.given(super().reset(**options))
-
-    def step(self, action):
-        return self.given(super().step(action))
-
-
-gym.register("Reusing-v0", Reusing)
-COUNTING = ["tests.envs:Counting-v0", "Reusing-v0"]
-
-
-@pytest.mark.parametrize("env_id", COUNTING)
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
-def test_a_truncated_step_is_worth_what_follows_it(module, env_id, tmp_path, monkeypatch):
+def test_a_truncated_step_is_worth_what_follows_it(tmp_path, monkeypatch):
     """Its reward has the discounted value of its own last observation, computed alone; a terminated one's has not."""
     sizes = []
 
@@ -75,15 +52,14 @@ def test_a_truncated_step_is_worth_what_follows_it(module, env_id, tmp_path, mon
         assert sizes.count(1) == truncated.sum() > 0 and {*(episode[dones] % 3)} == {0, 1, 2}
         raise InterruptedError
 
-    monkeypatch.setattr(module.Agent, "forward", forward)
-    monkeypatch.setattr(module, "compute_gae", stop)
-    args = {"env_id": env_id, "gamma": 0.5, "norm_reward": False, "eval_every": 0, "cuda": False}
+    monkeypatch.setattr(ppo_ddp.Agent, "forward", forward)
+    monkeypatch.setattr(ppo_ddp, "compute_gae", stop)
+    args = {"env_id": COUNTING, "gamma": 0.5, "norm_reward": False, "eval_every": 0, "cuda": False}
     with pytest.raises(InterruptedError):
-        module.main(module.Args(**args, run_dir=str(tmp_path / "run")))
+        ppo_ddp.main(ppo_ddp.Args(**args, run_dir=str(tmp_path / "run")))
 
 
-@pytest.mark.parametrize("env_id", COUNTING)
-def test_a_truncated_transition_is_followed_by_its_last_observation(env_id, tmp_path, monkeypatch):
+def test_a_truncated_transition_is_followed_by_its_last_observation(tmp_path, monkeypatch):
     """In DQN's batches, and in SAC's, which has the same lines; a termination's value is 0."""
     sample, batches = dqn_ddp.ReplayBuffer.sample, []
 
@@ -93,7 +69,7 @@ def test_a_truncated_transition_is_followed_by_its_last_observation(env_id, tmp_
 
     monkeypatch.setattr(dqn_ddp.ReplayBuffer, "sample", noted)
     sizes = {"learning_starts": 40, "total_timesteps": 400, "batch_size": 40, "buffer_size": 200, "eval_every": 0}
-    dqn_ddp.main(dqn_ddp.Args(**sizes, env_id=env_id, cuda=False, run_dir=str(tmp_path / "run")))
+    dqn_ddp.main(dqn_ddp.Args(**sizes, env_id=COUNTING, cuda=False, run_dir=str(tmp_path / "run")))
     obs, next_obs, discounts = (
         torch.cat([getattr(x.batch, y) for x in batches]) for y in ("obs", "next_obs", "discounts")
     )
@@ -103,23 +79,10 @@ def test_a_truncated_transition_is_followed_by_its_last_observation(env_id, tmp_
     assert next_obs[~terminated].equal(obs[~terminated] + 1)
 
 
-def of_all(num_shards: int) -> SimpleNamespace:
-    """A process that holds all shards."""
-    shards = range(num_shards)
-    return SimpleNamespace(shards=shards, num_shards=num_shards, world_size=1, gather_shards=np.asarray)
-
-
-class FixedAgent(nn.Module):
-    """Gives chosen log-probabilities, entropies and values."""
-
-    def __init__(self, *chosen):
-        super().__init__()
-        self.evaluate = lambda obs, actions: tuple(torch.tensor(x) for x in chosen)
-
-
 def test_clipped_losses_by_hand(float64):
     """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2; values 1 -> 2 or 1.1 with returns 3."""
-    agent = FixedAgent([math.log(r) for r in (2, 2, 0.5, 0.5)], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1])
+    ratios, entropies, new_values = torch.tensor([[2, 2, 0.5, 0.5], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1]])
+    agent = SimpleNamespace(evaluate=lambda *_: (ratios.log(), entropies, new_values))
     zeros, ones, threes = torch.zeros(4), torch.ones(4), torch.full((4,), 3.0)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     for clip_vloss, v_loss in (
@@ -152,16 +115,111 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
     pi, old_pi = agent.pi(out), agent.pi(out + torch.randn_like(out))
     if space is BOX:
         old_pi[:, 2:] -= 0.2
-        reference, old = (Independent(Normal(p[:, :2], p[:, 2:].exp()), 1) for p in (pi, old_pi))
+        reference, old = (
+            distributions.Independent(distributions.Normal(p[:, :2], p[:, 2:].exp()), 1) for p in (pi, old_pi)
+        )
     else:
-        reference, old = Categorical(logits=pi), Categorical(logits=old_pi)
+        reference, old = distributions.Categorical(logits=pi), distributions.Categorical(logits=old_pi)
     actions = reference.sample()
     logprob, entropy, same_values = agent.evaluate(obs, actions)
     assert same_values.equal(values)
     torch.testing.assert_close(logprob, reference.log_prob(actions), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(entropy, reference.entropy(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(agent.kl_divergence(old_pi, pi), kl_divergence(old, reference), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        agent.kl_divergence(old_pi, pi), distributions.kl_divergence(old, reference), rtol=1e-10, atol=1e-10
+    )
     assert agent.kl_divergence(pi, pi).abs().max() < 1e-12
+
+
+def test_dqn_targets_by_hand():
+    """Rewards 1 and 2, discounts 0.5 and 0: the target network's best, and its value of the online network's best."""
+    rewards, discounts = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
+    target_q, online_q = torch.tensor([[4.0, 8.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    parts = {"rewards": rewards, "discounts": discounts, "next_obs": online_q, "weights": torch.ones(2)}
+    parts |= {"obs": torch.zeros(2, 2), "actions": torch.tensor([0, 1])}
+    for double_q, expected in ((False, [5.0, 2.0]), (True, [3.0, 2.0])):
+        args = dqn_ddp.Args(double_q=double_q)
+        loss = dqn_ddp.TDLoss(nn.Identity(), lambda obs: target_q, args, 1)  # values of 0 now
+        _, stats = loss(Batch(**parts))
+        assert (-stats["td_errors"]).tolist() == expected
+
+
+def test_dueling_values_by_hand():
+    """The state's value plus advantages less their mean, each from a hidden layer of its own."""
+    network, obs = dqn_ddp.QNetwork(VECTOR, 4, True, "auto", True), torch.randn(6, 3)
+    features = network.network(obs)
+    assert {*network.head.parameters()}.isdisjoint(network.value_head.parameters()) and len(network.value_head) == 3
+    q = network.head(features)
+    mean = (q[:, :1] + q[:, 1:2] + q[:, 2:3] + q[:, 3:]) / 4
+    torch.testing.assert_close(network(obs), network.value_head(features) + q - mean)
+
+
+SPACES = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
+
+
+def make_actor() -> sac_ddp.Actor:
+    torch.manual_seed(0)
+    return sac_ddp.Actor(*SPACES, torch.device("cpu"))
+
+
+def test_log_probability_is_that_of_the_squashed_normal(float64):
+    """Against torch's own terms, in two dimensions with other bounds; with its gradient, also where tanh is 1."""
+    actor, obs, noise = make_actor(), torch.randn(50, 3), torch.randn(50, 2)
+    noise[:10] *= 1000
+    actions, log_prob = actor(obs, noise)
+    mean, squashed = actor.layers(obs).split(2, -1)
+    std = (-5.0 + 3.5 * (squashed.tanh() + 1.0)).exp()
+    u = mean + std * noise
+    scale, bias = torch.tensor([2.0, 2.5]), torch.tensor([0.0, 2.5])
+    log_det = distributions.TanhTransform().log_abs_det_jacobian(u, u.tanh()) + scale.log()
+    expected = (distributions.Normal(mean, std).log_prob(u) - log_det).sum(-1)
+    assert (u.tanh().abs() == 1).any()
+    torch.testing.assert_close(actions, bias + scale * u.tanh())
+    torch.testing.assert_close(log_prob, expected, rtol=1e-9, atol=1e-9)
+    parameters = list(actor.parameters())
+    gradients, by_torch = (torch.autograd.grad(x.mean(), parameters, retain_graph=True) for x in (log_prob, expected))
+    torch.testing.assert_close(gradients, by_torch)
+
+
+def test_sac_losses_by_hand(float64):
+    """Both squared errors by their weights; alpha log pi - min Q; and the gradients of actor and temperature."""
+    actor, critics, critics_target = make_actor(), sac_ddp.Critics(*SPACES), sac_ddp.Critics(*SPACES)
+    critics.requires_grad_(False)
+    log_alpha = nn.Parameter(torch.tensor(math.log(0.3)))
+    obs, noise, next_noise = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 2)
+    actions, log_prob = actor(obs, noise)
+    qf1, qf2 = critics(obs, actions)
+    batch = Batch(obs, actions.detach(), *torch.rand(2, 5), torch.randn(5, 3), torch.rand(5))
+    next_actions, next_logprob = actor(batch.next_obs, next_noise)
+    worth = torch.min(*critics_target(batch.next_obs, next_actions)) - 0.3 * next_logprob
+    target = batch.rewards + batch.discounts * worth
+    loss, stats = sac_ddp.CriticLoss(critics, critics_target, actor, log_alpha, 1 / 5)(batch, next_noise)
+    assert not loss.requires_grad  # these critics need none, and the target has none
+    torch.testing.assert_close(loss, (batch.weights * ((qf1 - target) ** 2 + (qf2 - target) ** 2)).mean())
+    torch.testing.assert_close(stats["td_errors"], ((qf1 - target).abs() + (qf2 - target).abs()) / 2)
+
+    loss, stats = sac_ddp.ActorLoss(actor, log_alpha, critics, 1 / 5)(obs, noise)
+    expected = (0.3 * log_prob - torch.min(qf1, qf2)).mean()
+    torch.testing.assert_close(stats["actor_loss"], expected)
+    parameters = list(actor.parameters())
+    *gradients, of_log_alpha = torch.autograd.grad(loss, [*parameters, log_alpha])
+    assert of_log_alpha.item() == pytest.approx(-0.3 * (log_prob.mean().item() - 2))
+    torch.testing.assert_close(gradients, [*torch.autograd.grad(expected, parameters)])
+
+
+def test_ppg_auxiliary_loss_by_hand(float64):
+    """Its value loss reaches the policy network, KL(old || new) by its weight; the value network has its own loss."""
+    torch.manual_seed(0)
+    agent = ppg_ddp.Agent(VECTOR, DISCRETE)
+    obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
+    loss_fn = ppg_ddp.AuxLoss(agent, ppg_ddp.Args(beta_clone=0.7))
+    loss, _ = loss_fn(obs, returns, old_pi)
+    errors = loss_fn.aux_critic(agent.actor[:-1](obs)).squeeze(-1) - returns, agent(obs)[1] - returns
+    old, new = (distributions.Categorical(logits=x) for x in (old_pi, agent(obs)[0]))
+    expected = sum(0.5 * x.square().mean() for x in errors) + 0.7 * distributions.kl_divergence(old, new).mean()
+    torch.testing.assert_close(loss, expected)
+    gradients, by_hand = (torch.autograd.grad(x, [*loss_fn.parameters()]) for x in (loss, expected))
+    torch.testing.assert_close(gradients, by_hand, rtol=1e-10, atol=1e-12)
 
 
 def test_sampling_inverts_the_distribution():
@@ -178,19 +236,15 @@ def test_sampling_inverts_the_distribution():
 
 
 def test_minibatches_hold_as_many_steps_of_every_environment():
-    """In the order of environments, so that a shard's are neighbours; a rank's are the same as at world size 1."""
+    """In the order of environments, so that a shard's are neighbours."""
     draws = torch.rand(2, 6, 8)  # of 2 epochs, 6 environments, 8 steps
     whole = ppo_ddp.minibatch_inds(draws, 4)
-    assert whole.shape == (2, 4, 12) and ppg_ddp.minibatch_inds(draws, 4).equal(whole)
+    assert whole.shape == (2, 4, 12)
     for epoch in whole:
         assert sorted(epoch.flatten().tolist()) == list(range(48))
         for minibatch in epoch:
             assert (minibatch % 6).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert not (whole // 6).diff(dim=-1).reshape(-1)[::2].eq(1).all(), "steps are not shuffled"
-    for rank in range(3):
-        part = ppo_ddp.minibatch_inds(draws[:, 2 * rank : 2 * rank + 2], 4)
-        local = whole[..., 4 * rank : 4 * rank + 4]
-        assert (part // 2).equal(local // 6) and (part % 2 + 2 * rank).equal(local % 6)
 
 
 def test_moments_in_parts_are_the_moments_of_the_whole():
@@ -199,7 +253,7 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
     moments, seen = RunningMoments((3,)), []
     for steps in (5, 50, 7):
         x = np.concatenate([rng.normal(1e4, 0.1, (steps, 2, 3)), rng.normal(1e4 + 1, 2.0, (steps, 2, 3))], 1)
-        moments.update(x, of_all(2))
+        moments.update(x, World(False, 2))
         seen += [x.reshape(-1, 3)]
         whole = np.concatenate(seen)
         np.testing.assert_allclose(moments.mean, whole.mean(0), rtol=1e-12)
@@ -212,7 +266,7 @@ def test_moments_in_parts_are_the_moments_of_the_whole():
     assert moments.normalized(far)[0, :2].tolist() == [10.0, -10.0]
     assert moments.scaled(far)[0].tolist() == [10.0, -10.0, pytest.approx(1 / whole[:, 2].std())]
     off = RunningMoments((3,), enabled=False)
-    off.update(x, of_all(2))
+    off.update(x, World(False, 2))
     assert off.normalized(far) is far and off.scaled(far).tolist() == far.tolist() and off.count == 0
 
 
@@ -226,10 +280,10 @@ def test_discounted_returns_by_hand():
 def test_advantages_are_normalised_with_n_minus_1(num_shards, float64):
     """Over the last axis; or over both, of (steps, environments)."""
     rows = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
-    normalized = standardized(rows, of_all(num_shards))
+    normalized = standardized(rows, World(False, num_shards))
     torch.testing.assert_close(normalized[0], (rows[0] - 3) / (math.sqrt(14 / 3) + 1e-8), rtol=1e-12, atol=0)
     assert normalized[1].tolist() == [0.0] * 4
-    both = standardized(rows, of_all(num_shards), dims=2)
+    both = standardized(rows, World(False, num_shards), dims=2)
     torch.testing.assert_close(both, (rows - rows.mean()) / (rows.std() + 1e-8), rtol=1e-12, atol=0)
 
 
@@ -245,30 +299,32 @@ def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
     It meets the other ranks every 100 steps, is done once no rank plays, and ends sooner when asked to stop.
     """
     monkeypatch.setattr(environments, "MAX_STEPS", 150)
-    met, played, args = [], [], ppo_ddp.Args(cuda=False)
+    args = ppo_ddp.Args(cuda=False)
+    world = World(False)
+    met = []
+
+    def balance(obs):
+        return (obs[:, 2] + obs[:, 3] > 0).astype(int)
 
     def gather(values):
-        met.append(np.size(values))
-        played[:] = np.asarray(values, dtype=float).tolist()
-        return np.asarray(values, dtype=float).reshape(1, -1)
+        met.append(np.array(values, float))
+        return np.ones((world.world_size, 1)) * met[-1].reshape(1, -1)
 
-    world = World(False)
     world.gather = gather
-    row, _ = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), args, world)
-    assert played == [[150.0, 150.0]] * 20  # this policy balances for 170 steps and more
+    row, _ = evaluate(balance, args, world)
+    assert met[-1].tolist() == [[150.0, 150.0]] * 20  # this policy balances for 170 steps and more
     assert row["eval/episodic_return"] == row["eval/episodic_length"] == 150 and row["eval/episodes"] == 20
-    assert met == [1, 40]
+    assert [x.size for x in met] == [1, 40]
     evaluate(lambda obs: np.zeros(20, int), args, world)
-    assert max(returns for returns, _ in played) < 15
+    assert met[-1].max() < 15
     world.stop = 15
-    row, _ = evaluate(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), args, world)
+    row, _ = evaluate(balance, args, world)
     assert row["eval/episodic_length"] == 100
     world.stop, world.rank, world.world_size, world.num_shards = 0, 20, 21, 21
     world.shards = range(20, 21)  # a rank without episodes meets the others as often
     met.clear()
-    world.gather = lambda values: met.append(np.size(values)) or np.ones((21, np.size(values)))
     evaluate(None, args, world)
-    assert met == [1, 40]
+    assert [x.size for x in met] == [1, 40]
 
 
 CHANGES = {  # of what rank 1 has, and the name that is said
@@ -276,7 +332,7 @@ CHANGES = {  # of what rank 1 has, and the name that is said
     r"optimizer\S*state\S*1\S*exp_avg": lambda s: s["optimizer"].state[s["network"].bias]["exp_avg"].add_(1e-7),
     r"optimizer\S*state\S*1\S*step": lambda s: s["optimizer"].state.pop(s["network"].bias),
     "generator": lambda s: torch.rand(1, generator=s["generator"]),
-    "normaliser": lambda s: s["normaliser"].update(np.ones((1, 1, 2)), of_all(1)),
+    "normaliser": lambda s: s["normaliser"].update(np.ones((1, 1, 2)), World(False, 1)),
     "other": lambda s: s.update(other=1.0),
 }
 
@@ -285,22 +341,22 @@ CHANGES = {  # of what rank 1 has, and the name that is said
 def test_every_kind_of_state_is_compared(name, monkeypatch):
     """`check_equal` names what differs on rank 1, be it of a network, an optimiser, a generator, or there alone."""
 
-    def state() -> dict:
+    states = []
+    for _ in range(2):
         torch.manual_seed(0)
         network, generator = nn.Linear(2, 1), torch.Generator().manual_seed(1)
         optimizer = torch.optim.Adam(network.parameters())
         network(torch.ones(2)).sum().backward()
         optimizer.step()
-        return {"network": network, "optimizer": optimizer, "generator": generator, "normaliser": RunningMoments((2,))}
-
-    world, tables, changed = World(), [], state()
+        modules = {"network": network, "optimizer": optimizer}
+        states.append(modules | {"generator": generator, "normaliser": RunningMoments((2,))})
+    CHANGES[name](states[1])
+    tables, world = [], World()
     world.world_size = 2
-    CHANGES[name](changed)
-    monkeypatch.setattr(World, "gather_objects", lambda _, mine: tables.append(mine) or [mine, mine])
-    check_equal(0, changed, world)
-    monkeypatch.setattr(World, "gather_objects", lambda _, mine: [mine, tables[0]])
+    monkeypatch.setattr(world, "gather_objects", lambda mine: tables.append(mine) or [tables[0], mine])
+    check_equal(0, states[0], world)
     with pytest.raises(RuntimeError, match=rf"step 7: \S*{name}\S* on rank 1"):
-        check_equal(7, state(), world)
+        check_equal(7, states[1], world)
 
 
 IMAGES = [(84, np.uint8, 255, 255.0), (10, np.bool_, 1, 1.0), (10, np.uint8, 7, 7.0), (10, np.int64, 9, 9.0)]
@@ -311,47 +367,32 @@ def test_encoders_read_images_of_any_layout(size, dtype, high, scale, float64):
     """Whole numbers are divided by the space's largest; how they lie in memory does not matter."""
     space = gym.spaces.Box(0, high, (4, size, size), dtype)
     obs = torch.from_numpy(np.random.default_rng(0).integers(0, high + 1, (3, 4, size, size)).astype(dtype))
-    nature = [(32, 4, 8, 8), (32,), (64, 32, 4, 4), (64,), (64, 64, 3, 3), (64,)]
     for scaled in (True, False):
         encoder, num_features, width = image_encoder(space, scaled=scaled)
-        assert [tuple(p.shape) for p in encoder.parameters()] == (nature if size == 84 else [(16, 4, 3, 3), (16,)])
         assert (num_features, width) == ((3136, 512) if size == 84 else (1024, 128))
         features = encoder(obs)
         assert encoder(obs.contiguous(memory_format=torch.channels_last)).equal(features)
         torch.testing.assert_close(encoder[1:](obs.double() / (scale if scaled else 1.0)), features)
-    agent = ppo_ddp.Agent(space, DISCRETE)
-    assert [x.shape[1] for x in (agent.actor[-1].weight, agent.critic[-1].weight)] == [width, width]
 
 
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
-def test_impala_is_the_papers_network(module):
-    """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks; then 256."""
-    torch.manual_seed(1)
+def test_impala_is_the_papers_network():
+    """16, 32 and 32 channels, each a convolution, a pooling that halves, and two residual blocks."""
     space = gym.spaces.Box(0, 255, (3, 64, 64), np.uint8)
-    if module is dqn_ddp:
-        network = module.QNetwork(space, 3, False, "impala", True)
-    else:
-        network = module.Agent(space, DISCRETE, "impala")
-    layers = network.actor if module is ppg_ddp else network.network
-    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
-    tensors = iter(network.parameters())
+    encoder, num_features, width = image_encoder(space, "impala")
+    assert (num_features, width) == (2048, 256)
+    networks = [ppo_ddp.Agent(space, DISCRETE, "impala").network, ppg_ddp.Agent(space, DISCRETE, "impala").actor]
+    for network in (*networks, dqn_ddp.QNetwork(space, 3, False, "impala", True).network):
+        assert all(x.shape == y.shape for x, y in zip(encoder.parameters(), network.parameters(), strict=False))
+    tensors = iter(encoder.parameters())
 
     def conv(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.conv2d(x, next(tensors), next(tensors), padding=1)
 
+    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
     x = obs.float() / 255
     for channels in (16, 32, 32):
         x = nn.functional.max_pool2d(conv(x), 3, 2, 1)
         assert x.shape[1] == channels
         for _ in range(2):
             x = x + conv(conv(x.relu()).relu())
-    x = x.relu().flatten(1)
-    assert x.shape[1] == 2048
-    torch.testing.assert_close((layers if module is dqn_ddp else layers[0])(obs), x)
-    hidden = nn.functional.linear(x, next(tensors), next(tensors)).relu()
-    assert hidden.shape == (5, 256)
-    out = nn.functional.linear(hidden, next(tensors), next(tensors))
-    result = network(obs)
-    torch.testing.assert_close(result if module is dqn_ddp else result[0], out)
-    small = image_encoder(gym.spaces.Box(0, 1, (6, 10, 11), np.bool_), "impala")
-    assert small[0](torch.ones(2, 6, 10, 11, dtype=torch.bool)).shape == (2, small[1])
+    torch.testing.assert_close(encoder(obs), x.relu().flatten(1))

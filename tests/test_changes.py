@@ -8,8 +8,8 @@ import pytest
 
 from runs import ROOT, Run, edited, fork, same_run
 
-ENV = '{"shape": [5], "dtype": "float32", "actions": [2], "action_dtype": "float32", "end": 0.05, "cut": 0.05}'
-DISCRETE = '{"shape": [5], "dtype": "float32", "actions": [3, 0], "end": 0.05, "cut": 0.05}'
+ENV = '{"shape":[5],"dtype":"float32","actions":[2],"action_dtype":"float32","end":0.05,"cut":0.05}'
+DISCRETE = '{"shape":[5],"dtype":"float32","actions":[3,0],"end":0.05,"cut":0.05}'
 SHARED = {"env-id": "tests.envs:Drawn-v0", "env-kwargs": ENV, "num-envs": "4", "shards": "2", "eval-episodes": "3"}
 ACTOR_CRITIC = SHARED | {"num-steps": "32", "num-minibatches": "2", "update-epochs": "2", "total-timesteps": "1280"}
 ACTOR_CRITIC |= {"eval-every": "640", "norm-obs": ""}
@@ -26,7 +26,9 @@ PARTS = """
 SECOND = """    value_optimizer = torch.optim.SGD(value_parameters, lr=1e-2)
     run.register(value_optimizer=value_optimizer)
 """
+MOVES = f"\n    optimizer = {ADAM}"
 GROUPS = '[{"params": policy_parameters}, {"params": value_parameters}]'
+ADAMW = ADAM.replace("Adam(parameters", f"AdamW({GROUPS}").replace("fused=True", "weight_decay=0.1")
 RATES = """        for group in optimizer.param_groups:
             group["lr"] = fraction * args.learning_rate
 """
@@ -36,34 +38,26 @@ TWO_RATES = """        for group, rate in zip(optimizer.param_groups, (args.lear
 ZERO = "                optimizer.zero_grad()\n"
 STEP = "                optimizer.step()\n"
 LOSS = "        loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss\n"
-TERM = "        activity = newvalue.square().mean()\n" + LOSS.replace("\n", " + 0.01 * activity\n")
+TERM = "        activity = newvalue.square().mean()\n" + LOSS.replace("args.ent", "self.ent")
+TERM = TERM.replace("v_loss\n", "v_loss + 0.01 * activity\n")
 MADE = "    loss_fn = PPOLoss(agent, args)\n"
 HEAD = "        self.head = stream(num_actions)\n"
 DUE = "        if updates and global_step > smallest:"
 
 CHANGES = {
-    "AdamW": ("ppo", (ADAM, ADAM.replace("Adam(", "AdamW(").replace("fused=True", "weight_decay=0.1"))),
-    "two parameter groups": (
-        "ppg",
-        (f"\n    optimizer = {ADAM}", f"{PARTS}    optimizer = {ADAM.replace('parameters', GROUPS, 1)}"),
-        (RATES, TWO_RATES),
-    ),
+    "AdamW, two parameter groups": ("ppg", (MOVES, f"{PARTS}    optimizer = {ADAMW}"), (RATES, TWO_RATES)),
     "a second optimiser": (
         "ppo",
-        (f"\n    optimizer = {ADAM}", f"{PARTS}    optimizer = {ADAM.replace('parameters', 'policy_parameters', 1)}"),
+        (MOVES, f"{PARTS}    optimizer = {ADAM.replace('parameters', 'policy_parameters', 1)}"),
         (MADE, f"{SECOND}{MADE}"),
         (ZERO, f"{ZERO}                value_optimizer.zero_grad()\n"),
         (STEP, f"{STEP}                value_optimizer.step()\n"),
     ),
-    "a scheduled coefficient": (
-        "ppo",
-        (LOSS, LOSS.replace("args.ent_coef", "self.ent_coef")),
-        (MADE, f"{MADE}    loss_fn.ent_coef = torch.tensor(args.ent_coef, device=run.device)\n"),
-        (RATES, f"{RATES}        loss_fn.ent_coef.fill_(args.ent_coef * fraction)\n"),
-    ),
-    "a loss term and its metric": (
+    "a scheduled coefficient, a loss term and its metric": (
         "ppo",
         (LOSS, TERM),
+        (MADE, f"{MADE}    loss_fn.ent_coef = torch.tensor(args.ent_coef, device=run.device)\n"),
+        (RATES, f"{RATES}        loss_fn.ent_coef.fill_(args.ent_coef * fraction)\n"),
         ('stats = {"policy_loss"', 'stats = {"activity": activity.detach(), "policy_loss"'),
         ('    "losses/entropy",\n', '    "losses/entropy",\n    "losses/activity",\n'),
     ),

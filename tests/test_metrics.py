@@ -41,34 +41,22 @@ def test_a_row_of_dqn_by_hand(tmp_path, monkeypatch):
     assert run.column("charts/epsilon") == pytest.approx([1.0 - 0.9 * 0.78, 0.1, 0.1])
 
 
-def test_a_row_is_of_all_processes(monkeypatch):
-    """Sums over all are divided once: episodes of all, losses over shards and updates; times of the slowest."""
-    new = run_of(2)
-    new.world.world_size, new.world.num_shards = 2, 4  # this rank holds two of four shards
-    new.envs.pop_sums = lambda: np.array([[10.0, 30.0, 1.0], [0.0, 0.0, 0.0]])  # returns, lengths, episodes
-    new.reported = [[{"loss": torch.tensor(x)}, {"loss": torch.tensor(x + 2)}] for x in (1.0, 3.0)]
+def test_a_row_has_the_times_of_the_slowest_process(monkeypatch):
+    new = run_of(1)
+    new.world.num_shards = 2  # one of them on another rank
+    new.envs.pop_sums = lambda: np.zeros((1, 3))
     new.seconds["time/rollout"] = 5.0
-    gathered, rows = [], []
-
-    def gather(values):
-        gathered.append(values[:-1])
-        other = [5.0, 3.0, 1.0, 10.0, 8.0, 6.0, 2.0, 20.0]  # of shards with returns, lengths, episodes, losses
-        return np.array([values, [*other, 7.0]])
-
-    monkeypatch.setattr(new.world, "gather", gather)
+    rows = []
+    monkeypatch.setattr(new.world, "gather", lambda values: np.array([values, [0.0, 0.0, 0.0, 7.0]]))
     new.logger.log = lambda *row: rows.append(row)
     new.log(100, {"charts/learning_rate": 0.5})
-    assert gathered == [[10.0, 30.0, 1.0, 4.0, 0.0, 0.0, 0.0, 8.0]]
-    expected = {"charts/episodes": 4, "charts/episodic_return": 23 / 4, "charts/episodic_length": 39 / 4}
-    expected |= {"losses/loss": 42 / 2 / 4, "charts/learning_rate": 0.5, "time/rollout": 7.0}
-    assert rows == [(100, expected)] and not new.seconds
+    assert rows == [(100, {"charts/episodes": 0, "charts/learning_rate": 0.5, "time/rollout": 7.0})]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_explained_variance_by_hand(num_shards, monkeypatch):
+def test_explained_variance_by_hand(num_shards):
     """1 - Var(returns - values) / Var(returns); none where returns are equal, but for the rounding of float32."""
     world = World(False, num_shards)
-    monkeypatch.setattr(world, "gather_shards", np.asarray)
     advantages, values = np.random.default_rng(0).normal(size=(2, 50, 4))
     column = explained_variance(advantages, values, world)
     expected = 1 - advantages.var() / (advantages + values).var()
@@ -81,7 +69,7 @@ def test_explained_variance_by_hand(num_shards, monkeypatch):
 
 
 @pytest.mark.parametrize("atari", [True, False])
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp])
+@pytest.mark.parametrize("module", [ppo_ddp, dqn_ddp])
 def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, monkeypatch):
     """Of other environments the reward itself."""
     learned = []
@@ -99,8 +87,7 @@ def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, 
     assert len(learned) > 2 and (set(learned) == {-1.0, 1.0}) == atari
 
 
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
-def test_what_ppo_and_ppg_learn_from(module, tmp_path, monkeypatch):
+def test_what_ppo_learns_from(tmp_path, monkeypatch):
     """Actions as they were sampled, not as the environment took them; and moments of all of an iteration.
 
     Those of observations as they are, those of rewards from the discounted sums since the episode's start.
@@ -118,14 +105,13 @@ def test_what_ppo_and_ppg_learn_from(module, tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(module.Agent, "sample", lambda result, *_: {"sampled": result})
+    note(ppo_ddp.Agent, "sample", lambda result, *_: {"sampled": result})
     note(run_module.Run, "by_shard", lambda _, self, function, obs, *more: dict(zip(["actions"], more, strict=False)))
-    note(module, "discounted_returns", lambda _, rewards, *more: {"rewards": rewards})
-    note(module.RunningMoments, "update", lambda _, self, x, world: {"obs" if self.shape else "sums": x})
+    note(ppo_ddp, "discounted_returns", lambda _, rewards, *more: {"rewards": rewards})
+    note(ppo_ddp.RunningMoments, "update", lambda _, self, x, world: {"obs" if self.shape else "sums": x})
     sizes = {"num_envs": 2, "num_steps": 120, "total_timesteps": 480, "num_minibatches": 4, "norm_obs": True}
     more = {"env_id": "Pendulum-v1", "eval_every": 0, "cuda": False, "run_dir": str(tmp_path), "gamma": 0.5}
-    module.main(module.Args(**sizes | more | ({"aux_epochs": 0} if module is ppg_ddp else {})))
-
+    ppo_ddp.main(ppo_ddp.Args(**sizes, **more))
     actions, rewards, sums, obs = (np.concatenate(seen[x]) for x in ("actions", "rewards", "sums", "obs"))
     assert np.array_equal(actions, seen["sampled"]) and np.abs(actions).max() > 2.0  # what Pendulum takes at most
     assert obs.shape == (240, 2, 3) and np.abs(obs).max() > 2.0  # speeds, as they are
@@ -135,12 +121,10 @@ def test_what_ppo_and_ppg_learn_from(module, tmp_path, monkeypatch):
     np.testing.assert_allclose(sums, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp])
-def test_what_advantages_are_normalised_over(module, tmp_path, monkeypatch):
+def test_what_advantages_are_normalised_over(tmp_path, monkeypatch):
     """Mean 0 and deviation 1: with `batch` all of an epoch, with `minibatch` each minibatch, with `none` neither."""
-    forward = module.PPOLoss.forward
+    forward = ppo_ddp.PPOLoss.forward
     sizes = {"num_steps": 32, "total_timesteps": 128, "update_epochs": 1, "eval_every": 0, "cuda": False}
-    sizes |= {"aux_epochs": 0} if module is ppg_ddp else {}
     for norm_adv, batch_is, minibatch_is in (("batch", True, False), ("minibatch", True, True), ("none", False, False)):
         seen = []
 
@@ -148,8 +132,8 @@ def test_what_advantages_are_normalised_over(module, tmp_path, monkeypatch):
             seen.append(mb.advantages)
             return forward(self, mb)
 
-        monkeypatch.setattr(module.PPOLoss, "forward", noted)
-        module.main(module.Args(**sizes, norm_adv=norm_adv, run_dir=str(tmp_path / norm_adv)))
+        monkeypatch.setattr(ppo_ddp.PPOLoss, "forward", noted)
+        ppo_ddp.main(ppo_ddp.Args(**sizes, norm_adv=norm_adv, run_dir=str(tmp_path / norm_adv)))
         assert len(seen) == 4
         for x, normalised in ((torch.cat(seen), batch_is), (seen[0], minibatch_is), (seen[3], minibatch_is)):
             assert (abs(x.mean()) < 1e-5 and abs(x.std() - 1) < 0.02) == normalised, norm_adv
@@ -170,77 +154,71 @@ def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch):
     assert len(taken) == 4000 and np.mean(np.equal(taken, 0)) == pytest.approx(0.25, abs=0.03)
 
 
-def test_each_optimiser_of_sac_has_its_rate_and_its_steps(tmp_path, monkeypatch):
-    """20 updates of the critics; after each second one, two of the actor with the temperature."""
-    rates, step = {}, torch.optim.Adam.step
+@pytest.fixture
+def rates(monkeypatch):
+    """By how many parameters they move, the learning rate of each step of optimisers."""
+    found, step = {}, torch.optim.Adam.step
 
     def noted(self, *args, **kwargs):
         for group in self.param_groups:
-            for x in group["params"]:
-                rates.setdefault(x, []).append(group["lr"])
+            found.setdefault(len(group["params"]), []).append(group["lr"])
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    return found
+
+
+def test_each_optimiser_of_sac_has_its_rate_and_its_steps(rates, tmp_path):
+    """20 updates of the critics; after each second one, two of the actor with the temperature."""
     sizes = {"num_envs": 2, "total_timesteps": 80, "learning_starts": 40, "train_frequency": 2, "batch_size": 8}
     more = {"policy_lr": 1e-3, "q_lr": 2e-3, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
     sac_ddp.main(sac_ddp.Args(**sizes, **more, env_id="Pendulum-v1"))
-    # the critics' first layers read an observation of 3 numbers and an action of 1, the actor's an observation
-    first_layers = {x.shape[1]: its_rates for x, its_rates in rates.items() if x.shape[:1] == (256,) and x.ndim == 2}
-    assert first_layers[4] == [2e-3] * 20 and first_layers[3] == [1e-3] * 20
-    assert sorted(rates.values()) == 6 * [[1e-3] * 20] + 13 * [[2e-3] * 20]  # temperature: as the critics
+    assert rates == {12: [2e-3] * 20, 6: [1e-3] * 20, 1: [2e-3] * 20}  # critics, actor, temperature
 
 
-OTHERS = {"env_id", "num_envs", "total_timesteps", "num_steps", "log_every", "life_loss", "network", "scale_pixels"}
-ROLLOUTS = {"num_steps": 16, "total_timesteps": 256, "update_epochs": 3, "learning_rate": 1e-2, "clip_vloss": True}
-REPLAY = {"learning_starts": 40, "total_timesteps": 160, "batch_size": 8, "train_frequency": 4, "log_every": 160}
-OF_PPO = {"gamma": 0.5, "gae_lambda": 0.5, "update_epochs": 2, "num_minibatches": 2, "norm_adv": "none"}
-OF_PPO |= {"clip_coef": 0.001, "clip_vloss": False, "ent_coef": 0.1, "vf_coef": 0.1, "max_grad_norm": 0.01}
-OF_PPO |= {"learning_rate": 1e-3, "adam_eps": 1e-2, "anneal_lr": False, "norm_obs": True, "norm_reward": False}
-OF_REPLAY = {"gamma": 0.5, "buffer_size": 40, "batch_size": 4, "learning_starts": 60, "train_frequency": 8}
-OF_REPLAY |= {"target_network_frequency": 40, "tau": 0.1, "prioritized": True, "per_alpha": 0.1, "per_beta": 0.9}
-FLAGS = {
-    "ppo": (ppo_ddp, ROLLOUTS, OF_PPO | {"target_kl": 1e-6}),
-    "ppg": (
-        ppg_ddp,
-        ROLLOUTS | {"n_pi": 2, "num_aux_minibatches": 4},
-        OF_PPO
-        | {"target_kl": 1e-6, "n_pi": 1, "aux_epochs": 1, "num_aux_minibatches": 2}
-        | {"aux_learning_rate": 1e-2, "beta_clone": 10.0},
-    ),
-    "dqn": (
-        dqn_ddp,
-        REPLAY | {"target_network_frequency": 16, "max_grad_norm": 10.0, "learning_rate": 1e-2},
-        OF_REPLAY
-        | {"learning_rate": 1e-3, "anneal_lr": False, "adam_eps": 1e-2, "max_grad_norm": 0.01, "loss": "huber"}
-        | {"double_q": True, "dueling": True, "n_step": 3, "start_e": 0.5, "end_e": 0.9, "exploration_fraction": 0.1},
-    ),
-    "sac": (
-        sac_ddp,
-        REPLAY | {"num_envs": 2},
-        OF_REPLAY | {"policy_lr": 1e-2, "q_lr": 1e-2, "policy_frequency": 4} | {"alpha": 0.1, "autotune": False},
-    ),
+def test_both_phases_of_ppg_share_one_schedule(rates, tmp_path):
+    """Each optimiser's rate falls linearly over the whole run, and never starts again."""
+    sizes = {"num_steps": 32, "n_pi": 4, "aux_epochs": 4, "num_aux_minibatches": 4, "total_timesteps": 12 * 128}
+    more = {"learning_rate": 1e-3, "aux_learning_rate": 2e-3, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
+    ppg_ddp.main(ppg_ddp.Args(**sizes, **more))
+    assert rates.keys() == {12, 14}  # the auxiliary one moves the head besides
+    np.testing.assert_allclose(rates[12], np.repeat(1e-3 * (1 - np.arange(12) / 12), 4))
+    np.testing.assert_allclose(rates[14], np.repeat(2e-3 * (1 - np.array([3, 7, 11]) / 12), 16))
+
+
+OTHERS = {"env_id", "num_envs", "total_timesteps", "log_every", "life_loss", "network", "scale_pixels"}
+ROLLOUTS = {"num_steps": 16, "total_timesteps": 256, "update_epochs": 3, "learning_rate": 1e-2}
+REPLAY = {"learning_starts": 40, "total_timesteps": 160, "batch_size": 8, "train_frequency": 4, "buffer_size": 80}
+REPLAY |= {"prioritized": True, "target_network_frequency": 16}
+SETTINGS = {
+    ppo_ddp: ROLLOUTS,
+    ppg_ddp: ROLLOUTS | {"n_pi": 2, "num_aux_minibatches": 4},
+    dqn_ddp: REPLAY | {"max_grad_norm": 10.0, "learning_rate": 1e-2, "end_e": 0.5},
+    sac_ddp: REPLAY | {"env_id": "Pendulum-v1", "num_envs": 2},
 }
 
 
-@pytest.mark.parametrize("script", FLAGS)
-def test_every_flag_of_an_algorithm_changes_what_is_learned(script, tmp_path):
-    """A flag that is not wired in would leave the same parameters."""
-    module, settings, flags = FLAGS[script]
-    own = set(module.Args.__dataclass_fields__) - set(RunArgs.__dataclass_fields__)
-    assert own - OTHERS == set(flags)
+def another(name: str, value) -> bool | int | float | str:
+    """Of a flag with this value."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 2 * value
+    return {"loss": "huber", "norm_adv": "none", "clip_coef": 0.001}.get(name, 0.02)
 
-    def learned(**changes) -> dict[str, torch.Tensor]:
-        run_dir = tmp_path / str(len(list(tmp_path.iterdir())))
-        env_id = {"sac": "Pendulum-v1"}.get(script, "tests.envs:NoisyCartPole-v0")
-        shared = {"env_id": env_id, "eval_every": 0, "cuda": False, "save_model": True, "run_dir": str(run_dir)}
-        module.main(module.Args(**settings | shared | changes))
-        state = dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
+
+@pytest.mark.parametrize("module", SETTINGS)
+def test_every_flag_of_an_algorithm_changes_what_is_learned(module, tmp_path):
+    """A flag that is not wired in would leave the same parameters."""
+    shared = {"env_id": "tests.envs:NoisyCartPole-v0", "eval_every": 0, "cuda": False, "save_model": True}
+    settings = shared | SETTINGS[module]
+
+    def learned(name: str, **changes) -> dict[str, torch.Tensor]:
+        module.main(module.Args(**settings | changes, run_dir=str(tmp_path / name)))
+        state = dict(flat(torch.load(tmp_path / name / "model.pt", weights_only=True)))
         return {name: x for name, x in state.items() if "moments" not in name and "log_alpha" not in name}
 
-    plain = learned()
-    for name, value in flags.items():
-        if name in ("per_alpha", "per_beta"):
-            before, after = learned(prioritized=True), learned(prioritized=True, **{name: value})
-        else:
-            before, after = plain, learned(**{name: value})
+    before, defaults = learned("none"), module.Args(**settings)
+    for name in module.Args.__dataclass_fields__.keys() - RunArgs.__dataclass_fields__.keys() - OTHERS:
+        after = learned(name, **{name: another(name, getattr(defaults, name))})
         assert not all(x.equal(after[key]) for key, x in before.items() if key in after), name

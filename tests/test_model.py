@@ -62,12 +62,9 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     path = str(model_of(tmp_path, "ppo", 1).dir / "model.pt")
     other = str(tmp_path / "other.pt")
     torch.save({"weights": torch.zeros(3)}, other)
+    mismatch = r"\(of Pendulum-v1\): does not fit.*mismatch for actor.0"
     for module, settings, expected in (
-        (
-            ppo_ddp,
-            {"env_id": "Acrobot-v1", "norm_obs": True},
-            r"\(of Pendulum-v1\): does not fit.*mismatch for actor.0",
-        ),
+        (ppo_ddp, {"env_id": "Acrobot-v1", "norm_obs": True}, mismatch),
         (dqn_ddp, {}, "does not fit .*q_network"),
         (ppo_ddp, {"env_id": "Pendulum-v1"}, "^--norm-obs False: must be True with "),
         (ppo_ddp, {"load_model": other}, "cannot be read|no model.pt"),

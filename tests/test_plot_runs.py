@@ -21,28 +21,26 @@ def write(folder: Path, rows: str) -> Path:
 
 
 def panels(**runs: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """What is drawn: by panel and label, the points of a curve."""
+    """What is drawn: by panel and label, the points of a curve. The legend names each run."""
     figure = plot_runs.draw({label: compare.load(path) for label, path in runs.items()})
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*runs]
     curves = {axis.get_title(): {x.get_label(): x.get_xydata() for x in axis.lines} for axis in figure.axes}
     return {title: {label: [*map(tuple, x)] for label, x in lines.items()} for title, lines in curves.items()}
 
 
 def test_each_column_is_a_panel_and_each_run_a_curve(tmp_path):
-    """Blank cells are left out, and so is a column that is blank in all runs."""
-    a, b = write(tmp_path / "a", ROWS), write(tmp_path / "b", "50,1.0,,2.0,,1.0\n")
-    assert panels(a=a, b=b) == {
-        "return of training episodes": {"a": [(100, 20.0)], "b": [(50, 1.0)]},
-        "return of evaluations": {"a": [(0, 9.5), (200, 30.0)], "b": []},
-        "losses/value_loss": {"a": [(100, 0.5), (200, 0.25)], "b": [(50, 2.0)]},
+    """Left out are blank cells, a column that is blank in all runs, and a line that is still being written.
+
+    Its last number may be cut: 123456 reads as 12. A run may have a name that matplotlib would hide.
+    """
+    a, b = write(tmp_path / "a", ROWS + "300,12"), write(tmp_path / "b", "50,1.0,,2.0,,1.0\n")
+    assert panels(_a=a, b=b) == {
+        "return of training episodes": {"_a": [(100, 20.0)], "b": [(50, 1.0)]},
+        "return of evaluations": {"_a": [(0, 9.5), (200, 30.0)], "b": []},
+        "losses/value_loss": {"_a": [(100, 0.5), (200, 0.25)], "b": [(50, 2.0)]},
     }
     names = (*COLUMNS_OF_ALL, *ppg_ddp.COLUMNS)
     assert {*HEADER.strip().split(",")} <= {"global_step", *names} and plot_runs.RETURNS.keys() <= {*names}
-
-
-def test_a_line_that_is_still_being_written_is_not_drawn(tmp_path):
-    """Its last number may be cut: 123456 reads as 12."""
-    torn = panels(a=write(tmp_path / "a", ROWS + "300,12"))
-    assert torn == panels(a=write(tmp_path / "b", ROWS))
 
 
 def test_labels_are_the_directories_names(tmp_path, monkeypatch, capsys):
@@ -54,12 +52,6 @@ def test_labels_are_the_directories_names(tmp_path, monkeypatch, capsys):
     assert Path("one/a/curves.png").read_bytes().startswith(b"\x89PNG")
     plot_runs.main(plot_runs.Args((paths[0], paths[2]), Path("both.svg")))
     assert capsys.readouterr().out == "drew one/a, two/a in both.svg\n" and "<svg" in Path("both.svg").read_text()
-
-
-def test_the_legend_names_each_run(tmp_path):
-    """Also one whose name matplotlib would hide."""
-    figure = plot_runs.draw({name: compare.load(write(tmp_path / name, ROWS)) for name in ("_a", "b")})
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_a", "b"]
 
 
 def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):

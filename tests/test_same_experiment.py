@@ -34,16 +34,17 @@ LENGTHS = {"ShortCartPole": 30.0, "Pendulum-v1": 200.0, "Noisy": 10.0}  # of tru
         ("ppg_ddp.py", f"{CARTPOLE} {PHASES}", 2),
         ("ppg_ddp.py", f"{PENDULUM} {PHASES} --norm-adv batch", 3),
         ("ppg_ddp.py", f"{DOTS} --total-timesteps 128 --save-model --eval-every 0", 2),
-        ("dqn_ddp.py", DQN, 4),
+        ("dqn_ddp.py", f"{DQN} --batch-size 3", 4),
         ("dqn_ddp.py", f"{DQN} {DQN_MORE}", 2),
         ("dqn_ddp.py", f"{REPLAY} --env-id MinAtar/Breakout-v1", 2),
-        ("sac_ddp.py", SAC, 4),
+        ("sac_ddp.py", f"{SAC} --batch-size 3", 4),
         ("sac_ddp.py", f"{SAC} {SAC_MORE}", 2),
     ],
 )
 def test_every_metric_and_parameter_is_equal_at_every_world_size(script, flags, size, tmp_path):
     """C1 in float64, 1e-9 relative: 20 iterations or 105 gradient steps, with stops by --target-kl, truncations,
-    normalisation, evaluation, images, MuJoCo, and a buffer that wraps round, uniform and prioritised.
+    normalisation, evaluation, images, MuJoCo, and a buffer that wraps round, uniform and prioritised; four ranks share
+    batches of three, so that one of them has none.
     """
     alone = run(script, 1, flags, tmp_path / "1")
     assert_close(alone, run(script, size, flags, tmp_path / str(size)))
@@ -80,13 +81,6 @@ def test_the_same_command_gives_the_same_bytes(script, tmp_path):
     b = run(script, 2, SHORT[script], tmp_path / "b", dtype="float32", LOCKSTEP_FAULT="start@1@0")
     assert same_run(a, b) == "" and len(a.rows) >= 5
     assert_close(run(script, 1, SHORT[script], tmp_path / "one", dtype="float32"), a, relative=1e-3, absolute=1e-5)
-
-
-def test_libraries_that_an_environment_draws_from_are_seeded(tmp_path):
-    """Rewards from `random` and `numpy.random`: the same command gives the same numbers."""
-    flags = "--env-id tests.envs:LibraryCartPole-v0 --num-steps 32 --total-timesteps 512 --eval-every 0"
-    a, b = (run("ppo_ddp.py", 1, flags, tmp_path / name) for name in "ab")
-    assert a.rows == b.rows and len(set(a.column("losses/value_loss"))) == 4
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_what_is_not_finite_is_told_with_its_environment_and_step(what):
 
 
 def test_evaluations_change_nothing_that_an_environment_draws_from_libraries(tmp_path):
-    """From `random` and `numpy.random`, which all environments of a process share."""
+    """From `random` and `numpy.random`, which all environments of a process share, and which a run seeds."""
     flags = "--env-id tests.envs:LibraryCartPole-v0 --num-steps 16 --total-timesteps 256 --eval-episodes 2 --save-model"
     never, often = (run("ppo_ddp.py", 1, f"{flags} --eval-every {x}", tmp_path / x) for x in ("0", "64"))
     assert len(often.column("eval/episodic_return")) == 5
@@ -115,18 +115,15 @@ def test_a_game_that_its_limit_of_frames_ends_is_counted():
 
 def test_atari_games_take_every_action():
     """None is replaced by the one before, as those registered as ALE/...-v5 do with probability 0.25."""
-
-    def played(probability: str) -> np.ndarray:
+    games = []
+    for probability in ("", ', "repeat_action_probability": 0.0', ', "repeat_action_probability": 0.25'):
         options = f'{{"img_height": 12, "img_width": 12{probability}}}'
         envs = environments("ALE/Breakout-v5", range(4), env_kwargs=options)
         actions = np.random.default_rng(0).integers(0, 4, (200, 4))
-        frames = [envs.reset().copy(), *(envs.step(x)[0].copy() for x in actions)]
+        games.append(np.stack([envs.reset().copy(), *(envs.step(x)[0].copy() for x in actions)]))
         envs.close()
-        return np.stack(frames)
-
-    game = played("")
-    assert np.array_equal(game, played(', "repeat_action_probability": 0.0'))
-    assert not np.array_equal(game, played(', "repeat_action_probability": 0.25'))
+    plain, never, sometimes = games
+    assert np.array_equal(plain, never) and not np.array_equal(plain, sometimes)
 
 
 def test_an_evaluation_depends_on_nothing_before_or_beside_it():

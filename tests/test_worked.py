@@ -1,18 +1,17 @@
 """The worked changes of docs/modify.md: each applies, keeps the promise, goes on after a kill, and learns."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 
 import gymnasium as gym
 import psutil
 import pytest
 import torch
 from test_changes import ACTOR_CRITIC, DISCRETE, REPLAY, words_of
+from test_edits import loaded
 
-from runs import PATIENCE, ROOT, Run, same_run, wait_until
+from runs import ROOT, finish, same_run, start, wait_until
 
 DIFFS = sorted(path.stem for path in (ROOT / "docs" / "changes").glob("*.diff"))
 FLAGS = {"ppo_ddp.py": ACTOR_CRITIC, "dqn_ddp.py": REPLAY | {"env-kwargs": DISCRETE}, "sac_ddp.py": REPLAY}
@@ -31,12 +30,16 @@ def changed(name, tmp_path):
     return tree, script
 
 
-def start(tree, script, processes, flags, run_dir):
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, script, *words_of(flags, run_dir)]
-    with open(f"{run_dir}.out", "a") as out:
-        return subprocess.Popen(command, cwd=tree, env=env, stdout=out, stderr=out)
+def begin(script, processes, flags, run_dir):
+    """Start a changed script, in its tree."""
+    words = " ".join(words_of(flags, run_dir))
+    return start(script, processes, words, cwd=script.parent, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+
+
+def ended(*launch):
+    done = finish(begin(*launch), launch[-1])
+    assert done.code == 0, done.err
+    return done
 
 
 @pytest.mark.parametrize("name", DIFFS)
@@ -60,40 +63,30 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
     tree, script = changed(name, tmp_path)
     flags = FLAGS[script] | OWN.get(name, {})
     flags |= {"checkpoint-every": str(int(flags["total-timesteps"]) // 4), "resume": ""}
-    runs = [tmp_path / x for x in ("one", "two", "killed")]
-    for processes, run_dir in ((1, runs[0]), (2, runs[1])):
-        assert start(tree, script, processes, flags, run_dir).wait(PATIENCE) == 0, open(f"{run_dir}.out").read()
-    dying = start(tree, script, 2, flags, runs[2])
-    wait_until(lambda: any(x.name.isdigit() for x in (runs[2] / "checkpoints").glob("*")), dying)
+    path, killed = tree / script, tmp_path / "killed"
+    alone = ended(path, 1, flags, tmp_path / "one")
+    assert same_run(alone, ended(path, 2, flags, tmp_path / "two")) == ""
+    dying = begin(path, 2, flags, killed)
+    wait_until(lambda: any(x.name.isdigit() for x in (killed / "checkpoints").glob("*")), dying)
     for process in [*psutil.Process(dying.pid).children(recursive=True), dying]:
         process.kill()
-    dying.wait(PATIENCE)
-    assert not (runs[2] / "finished").exists()
-    assert start(tree, script, 1, flags, runs[2]).wait(PATIENCE) == 0
-    assert "going on from" in open(f"{runs[2]}.out").read()
-    for other in runs[1:]:
-        assert same_run(Run(0, "", "", runs[0]), Run(0, "", "", other)) == ""
+    dying.communicate()
+    assert not (killed / "finished").exists()
+    again = ended(path, 1, flags, killed)
+    assert "going on from" in again.out and same_run(alone, again) == ""
     if name in USED:
         module, part = USED[name]
-        longer = torch.load(runs[0] / "model.pt", weights_only=True)[module]
-        assert start(tree, script, 1, flags | {"total-timesteps": "160"}, tmp_path / "short").wait(PATIENCE) == 0
-        shorter = torch.load(tmp_path / "short" / "model.pt", weights_only=True)[module]
+        longer = alone.model[module]
+        shorter = ended(path, 1, flags | {"total-timesteps": "160"}, tmp_path / "short").model[module]
         assert any(key.startswith(part) for key in longer)
         for key, value in longer.items():
             assert torch.equal(value, shorter[key]) == key.startswith("target")
 
 
-def loaded(tree, script, monkeypatch):
-    """The module of a changed script."""
-    spec = importlib.util.spec_from_file_location("changed", tree / script)
-    monkeypatch.setitem(sys.modules, "changed", module := importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
     """Sequences are unrolled to the values of the steps that acted; after an end they are those of an episode alone."""
-    module = loaded(*changed("gru", tmp_path), monkeypatch)
+    tree, script = changed("gru", tmp_path)
+    module = loaded(tree / script)
     acted, unrolled = [], []
     forward, evaluate = module.Agent.forward, module.Agent.evaluate
 
@@ -117,7 +110,6 @@ def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
     torch.testing.assert_close(values.view(2, 2, 32).transpose(1, 2).reshape(64, 2), of_steps)
     agent = module.Agent(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2))
     sequence, step = dones[:, :-1].nonzero()[0].tolist()
-    after = [x[[sequence], step + 1 :] for x in (obs, actions, dones)]
     *_, values = agent.evaluate(obs, actions, dones, state)
-    *_, alone = agent.evaluate(*after, torch.zeros(1, 64))
+    *_, alone = agent.evaluate(*(x[[sequence], step + 1 :] for x in (obs, actions, dones)), torch.zeros(1, 64))
     torch.testing.assert_close(values[sequence, step + 1 :], alone[0])
