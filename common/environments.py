@@ -242,7 +242,7 @@ class Simulator(gym.Wrapper):
             from minatar.gym import register_envs
 
             register_envs()
-        super().__init__(flattened(gym.make(env_id, **options)))
+        super().__init__(with_vectors(gym.make(env_id, **options)))
         self.shape = self.observation_space.shape
         self.name = name
         self.num_steps = 0
@@ -291,7 +291,7 @@ class Simulator(gym.Wrapper):
         return obs, reward, terminated, truncated, {}
 
 
-def flattened(env: gym.Env) -> gym.Env:
+def with_vectors(env: gym.Env) -> gym.Env:
     """The environment; observations that are neither a vector nor an image become a vector, as `metadata` says.
 
     Raises `BadInput` for those that cannot.

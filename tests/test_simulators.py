@@ -3,7 +3,6 @@
 import json
 from importlib.util import find_spec
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -42,7 +41,7 @@ def test_simulators_with_quirks_give_the_same_transitions_as_one_without(vectori
     plain = transitions("sync")
     assert plain == transitions(vectorization, "infos", "buffer", "int32")
     assert plain == transitions(vectorization, "lists", "int8")
-    simulator = Simulator(gym.make(DRAWN, shape=[3], dtype="float32", actions=[2, 0], quirks=["infos"]), minatar=False)
+    simulator = Simulator(DRAWN, {"shape": [3], "dtype": "float32", "actions": [2, 0], "quirks": ["infos"]}, "")
     assert simulator.reset(seed=1)[1] == simulator.step(0)[-1] == {} != simulator.env.step(0)[-1]
 
 

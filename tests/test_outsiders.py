@@ -1,0 +1,322 @@
+"""What environments, sweeps and programs of others do must not change a number, lose a run or go unsaid."""
+
+import io
+import os
+import random
+import re
+import sys
+import threading
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import dqn_ddp
+import ppo_ddp
+import sac_ddp
+from common import processes
+from common.arguments import parse
+from common.encoders import Pixels
+from common.environments import TRAINING, Environments
+from common.logger import run_record
+from common.processes import BadInput, World
+from runs import ROOT, finish, run, start
+
+
+class Plain(gym.Env):
+    """3 numbers, episodes of 10 steps. `how`: what it does that others do not."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+    def __init__(self, how: str = "", scale: float = 0.0, shift: float = 0.0):
+        self.how = how
+        self.scale = scale
+        self.shift = shift
+        self.steps = 0
+        self.action_space = gym.spaces.Discrete(2)
+        if scale:
+            self.action_space = gym.spaces.Box(shift - scale, shift + scale, (1,), np.float64)
+        if how == "bytes":
+            self.observation_space = gym.spaces.Box(0, 255, (3,), np.uint8)
+        if how == "spaces":
+            self.observation_space = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
+        if how == "exit_made":
+            sys.exit(0)
+
+    def observation(self):
+        obs = self.np_random.random(3)
+        if self.how == "spaces":
+            return self.observation_space.sample()
+        if self.how == "shape" and self.steps == 15:
+            return np.zeros(4, np.float32)
+        if self.how == "huge_observation":
+            return obs.astype(np.float32) if self.steps < 15 else obs * 1e39
+        return obs if self.how == "bytes" else obs.astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        # panda-gym seeds itself anew where it is given no seed
+        own = int.from_bytes(os.urandom(4), "big") if self.how == "seeds_itself" and seed is None else seed
+        super().reset(seed=own)
+        if self.how == "exit_reset" and self.steps:
+            sys.exit(0)
+        self.time = 0
+        return self.observation(), {}
+
+    def step(self, action):
+        self.time += 1
+        self.steps += 1
+        reward = float(self.np_random.normal())
+        if self.scale:
+            reward = -float(((action[0] - self.shift) / self.scale - 0.4) ** 2)
+        if self.how == "spaces":
+            reward = float(self.action_space.sample() == action)
+        if self.how == "huge_reward" and self.steps == 15:
+            reward = 1e39
+        if self.how == "two_rewards" and self.steps == 15:
+            reward = np.zeros(2)
+        if self.how == "raise" and self.steps == 15:
+            raise ZeroDivisionError("lidar lost")
+        if self.how == "remove" and self.steps == 40:
+            (Path(os.environ["LOCKSTEP_RUN"]) / "metrics.csv").unlink()
+        if self.how == "chdir" and self.steps == 40:
+            os.chdir("/")
+        if self.how == "slow" and os.environ.get("RANK") == "0":
+            threading.Event().wait(0.03)
+        return self.observation(), reward, False, self.time >= (100 if self.how == "slow" else 10), {}
+
+    def close(self):
+        if self.how == "exit_close":
+            sys.exit(0)
+        if self.how == "close":
+            raise ZeroDivisionError("closed already")
+
+
+gym.register("Plain-v0", Plain)
+PLAIN = "test_outsiders:Plain-v0"
+SHORT = f"--env-id {PLAIN} --num-steps 16 --num-minibatches 2 --total-timesteps 256 --eval-every 0"
+DQN = f"--env-id {PLAIN} --total-timesteps 256 --learning-starts 64 --buffer-size 400 --batch-size 8 --eval-every 0"
+SAC = f"--env-id {PLAIN} --total-timesteps 256 --learning-starts 64 --buffer-size 400 --batch-size 8 --eval-every 0"
+
+
+def options(**given: object) -> str:
+    """`--env-kwargs` without a blank."""
+    text = ",".join(f'"{name}":{value}' if name != "how" else f'"how":"{value}"' for name, value in given.items())
+    return f"--env-kwargs {{{text}}}"
+
+
+def rows_of(main, args_type, flags: str, run_dir: Path, **given) -> list[str]:
+    """metrics.csv of a run in this process, without the columns of time."""
+    words = [*flags.split(), "--run-dir", str(run_dir)]
+    args = parse(args_type, words)
+    for name, value in given.items():
+        setattr(args, name, value)
+    main(args)
+    header, *rows = [line.split(",") for line in (run_dir / "metrics.csv").read_text().splitlines()]
+    return [",".join(x for name, x in zip(header, row, strict=True) if name[:5] != "time/") for row in rows]
+
+
+@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", SHORT), ("ppg_ddp.py", SHORT), ("sac_ddp.py", SAC)])
+def test_units_of_actions_do_not_matter(script, flags, tmp_path):
+    """The same task with bounds of +-1, +-0.001, +-1000, and 99 to 101: the same curve and networks to rounding."""
+    if script == "ppg_ddp.py":
+        flags += " --n-pi 2 --num-aux-minibatches 2"
+    found = []
+    for scale, shift in ((1.0, 0.0), (0.001, 0.0), (1000.0, 0.0), (1.0, 100.0)):
+        done = run(
+            script, 1, f"{flags} --save-model {options(scale=scale, shift=shift)}", tmp_path / f"{scale}_{shift}"
+        )
+        found.append([float(row[name] or 0) for row in done.rows for name in row])
+    assert len(found[0]) > 10
+    for others in found[1:]:
+        np.testing.assert_allclose(others, found[0], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["spaces", "seeds_itself"])
+@pytest.mark.parametrize("module, flags", [(ppo_ddp, SHORT), (dqn_ddp, DQN)])
+def test_what_environments_draw_elsewhere_repeats(how, module, flags, tmp_path):
+    """From their spaces, and from generators that they seed anew in a reset without a seed."""
+    first, second = (rows_of(module.main, module.Args, flags + " " + options(how=how), tmp_path / x) for x in "ab")
+    assert first == second and first
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize(
+    "how, kind, said",
+    [
+        ("bytes", BadInput, r"observed float64\[3\], where its space has uint8\[3\]"),
+        ("shape", ValueError, "environment 0, its step 15"),
+        ("two_rewards", (TypeError, ValueError), "environment 0, its step 15"),
+        ("raise", ZeroDivisionError, "environment 0, its step 15"),
+        ("huge_observation", FloatingPointError, "environment 0, its step 15: its observation is not finite"),
+        ("huge_reward", FloatingPointError, "environment 0, its step 15: its reward is not finite"),
+    ],
+)
+def test_a_fault_of_an_environment_is_told_with_its_step(vectorization, how, kind, said, tmp_path, recwarn):
+    """The same faults in this process and in processes of their own, whose errors gymnasium prints as warnings."""
+    with pytest.raises(kind) as raised:
+        args = parse(ppo_ddp.Args, f"{SHORT} {options(how=how)} --vectorization {vectorization}".split())
+        args.run_dir = str(tmp_path / "run")
+        ppo_ddp.main(args)
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", []), *(str(x.message) for x in recwarn)])
+    assert re.search(said, told)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("where", ["made", "reset", "close"])
+def test_an_environment_that_exits_is_a_fault(where, world_size, tmp_path):
+    run("ppo_ddp.py", world_size, f"{SHORT} {options(how='exit_' + where)}", tmp_path / "run", code=1)
+
+
+def test_a_run_outlives_what_an_environment_does_at_its_end_and_with_the_folder(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    for how in ("close", "chdir"):
+        words = f"{SHORT} {options(how=how)} --save-model --run-dir {how}".split()
+        ppo_ddp.main(parse(ppo_ddp.Args, words))
+        os.chdir(tmp_path)
+        assert (tmp_path / how / "model.pt").exists()
+    assert "closed already" in capfd.readouterr().err
+
+
+def test_rows_that_cannot_be_kept_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path / "run"))
+    with pytest.raises(FileNotFoundError, match="metrics.csv"):
+        rows_of(ppo_ddp.main, ppo_ddp.Args, f"{SHORT} {options(how='remove')}", tmp_path / "run")
+
+
+def test_a_rank_may_wait_for_long_for_another_that_goes_on(tmp_path):
+    """Of an evaluation of one episode, three seconds long on rank 0, rank 1 has nothing to do."""
+    flags = f"{SHORT} {options(how='slow')} --total-timesteps 64 --eval-every 64 --eval-episodes 1 --timeout 2"
+    done = run("ppo_ddp.py", 2, flags, tmp_path / "run")
+    assert len(done.column("eval/episodic_return")) == 2
+
+
+def test_a_run_leaves_its_process_as_it_was(tmp_path):
+    """Generators of `random`, numpy and torch, threads, small numbers; in a thread too, and twice in one process."""
+
+    def state() -> list:
+        drawn = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+        return [*drawn, torch.get_num_threads(), float(torch.tensor(1e-39) * 1.0)]
+
+    rows = [rows_of(ppo_ddp.main, ppo_ddp.Args, SHORT, tmp_path / "a")]
+    torch.set_num_threads(2)
+    args = parse(ppo_ddp.Args, [*SHORT.split(), "--run-dir", str(tmp_path / "again")])
+    fault = parse(ppo_ddp.Args, f"{SHORT} {options(how='raise')} --run-dir {tmp_path / 'fault'}".split())
+    before = state()
+    ppo_ddp.main(args)
+    assert state() == before and before[-1] > 0
+    with pytest.raises(ZeroDivisionError):
+        ppo_ddp.main(fault)
+    assert state() == before
+    thread = threading.Thread(target=lambda: rows.append(rows_of(ppo_ddp.main, ppo_ddp.Args, SHORT, tmp_path / "b")))
+    thread.start()
+    thread.join()
+    torch.set_num_threads(1)
+    assert rows[0] == rows[1]
+
+
+SWEEPS = {
+    "--anneal_lr=False --clip-vloss False": {"anneal_lr": False, "clip_vloss": False},
+    "--anneal-lr=true --norm_obs True --num_envs=8": {"anneal_lr": True, "norm_obs": True, "num_envs": 8},
+    "--track=False --target_kl=None --no-clip-vloss": {"track": False, "target_kl": None, "clip_vloss": False},
+    "--norm-obs --num-envs 8 --target-kl 0.1": {"norm_obs": True, "num_envs": 8, "target_kl": 0.1},
+}
+
+
+@pytest.mark.parametrize("words", SWEEPS)
+def test_flags_as_sweeps_write_them(words):
+    args = parse(ppo_ddp.Args, words.split())
+    assert {name: getattr(args, name) for name in SWEEPS[words]} == SWEEPS[words]
+
+
+TAKEN = [("total_timesteps", 1e5, 100_000), ("seed", np.int64(2), 2), ("learning_rate", np.float32(0.5), 0.5)]
+TAKEN += [("run_dir", Path("x"), "x"), ("norm_obs", np.bool_(True), True), ("target_kl", None, None)]
+
+
+@pytest.mark.parametrize("name, given, value", TAKEN)
+def test_what_a_program_may_give(name, given, value):
+    taken = getattr(ppo_ddp.Args(**{name: given}), name)
+    assert taken == value and type(taken) is type(value)
+
+
+@pytest.mark.parametrize(
+    "module, name, given",
+    [
+        (ppo_ddp, "norm_adv", True),
+        (dqn_ddp, "loss", "smooth_l1"),
+        (ppo_ddp, "anneal_lr", "False"),
+        (sac_ddp, "total_timesteps", 100_000.5),
+        (ppo_ddp, "num_envs", True),
+        (ppo_ddp, "learning_rate", "fast"),
+        (ppo_ddp, "run_dir", 5),
+    ],
+)
+def test_what_means_nothing_is_refused_from_a_program_too(module, name, given):
+    with pytest.raises(BadInput, match=f"--{name.replace('_', '-')} {given}: must be"):
+        module.Args(**{name: given})
+
+
+def test_variables_of_launchers_that_are_empty_or_alone(monkeypatch):
+    for rank in ("", "0"):
+        monkeypatch.setenv("RANK", rank)
+        world = World(False)
+        assert (world.rank, world.world_size) == (0, 1)
+    monkeypatch.setattr(processes, "container_limit", lambda name: 0.5)
+    assert World(False).cores == 1
+
+
+def test_records_do_not_depend_on_the_order_of_libraries(monkeypatch):
+    """threadpoolctl finds them in another order once scipy is loaded; a resumed run must not call that a change."""
+    found = [{"user_api": "blas", "internal_api": x, "version": "1"} for x in ("mkl", "openblas")]
+    records = []
+    for order in (found, found[::-1]):
+        monkeypatch.setattr("common.logger.threadpool_info", lambda order=order: order)
+        records.append(run_record(ppo_ddp.Args(), Path("ppo_ddp.py"), (), World(False)))
+    assert records[0] == records[1]
+
+
+def test_a_console_of_few_letters(tmp_path, monkeypatch):
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    rows_of(ppo_ddp.main, ppo_ddp.Args, SHORT, tmp_path / "Läufe")
+    console.flush()
+    assert b"writing to" in console.buffer.getvalue() and b"L?ufe" in console.buffer.getvalue()
+
+
+def test_what_gymnasium_can_flatten_is_learned_from(tmp_path, capfd):
+    rows_of(dqn_ddp.main, dqn_ddp.Args, DQN.replace(PLAIN, "Blackjack-v1"), tmp_path / "run")
+    said = "observations are flattened: Tuple(Discrete(32), Discrete(11), Discrete(2)) to 45 numbers"
+    assert said in capfd.readouterr().out
+
+
+def test_whole_numbers_without_a_useful_bound_are_not_scaled():
+    for high, scale in ((255, 255), (1, 1), (2**16 - 1, 2**16 - 1), (2**31 - 1, 1)):
+        assert Pixels(gym.spaces.Box(0, high, (3, 8, 8), np.int32)).scale == scale
+
+
+def test_bounds_that_a_type_has_by_itself_are_none():
+    """The largest float32 stands for no bound; such a dimension is neither scaled nor clipped into one."""
+    large = np.finfo(np.float32).max
+    envs = Environments(ppo_ddp.Args(env_id=PLAIN), TRAINING, [range(1)], World(False))
+    envs._set_action_space(gym.spaces.Box(np.float32([-large, -2, 0]), np.float32([large, 6, np.inf])))
+    assert envs.single_action_space.low.tolist() == [-large, -1, 0]
+    assert envs.for_simulator(np.array([[50.0, 0.5, -3.0]])).tolist() == [[50.0, 4.0, 0.0]]
+    envs.close()
+
+
+SPAWNED = """
+import multiprocessing, ppo_ddp
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    words = dict(env_id="MinAtar/Breakout-v1", num_envs=2, num_steps=8, num_minibatches=2, total_timesteps=64)
+    words |= dict(eval_every=0, checkpoint_every=32, vectorization="async", run_dir="run")
+    ppo_ddp.main(ppo_ddp.Args(**words))
+"""
+
+
+def test_spawned_workers_find_every_environment_that_the_run_finds(tmp_path):
+    """As on macOS, and on Linux from Python 3.14."""
+    (tmp_path / "go.py").write_text(SPAWNED)
+    done = finish(start(str(tmp_path / "go.py"), 1, "", cwd=tmp_path, PYTHONPATH=str(ROOT)), tmp_path / "run")
+    assert done.code == 0, done.err
