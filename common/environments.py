@@ -87,7 +87,7 @@ class Environments:
             # a constructor's own error is no flag's fault
             if isinstance(error, OSError) and self.family != "ALE":  # for which it is a missing ROM
                 raise
-            if isinstance(error, TypeError) and "keyword argument" not in str(error):
+            if isinstance(error, TypeError) and "argument" not in str(error):
                 raise
             missing = getattr(error, "name", None)
             advice = f" (pip install {missing})" if missing in ("envpool", "minatar") else ""

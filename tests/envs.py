@@ -19,7 +19,7 @@ class NotedCartPole(CartPoleEnv):
     steps, first_seed = 0, None
 
     def reset(self, *, seed=None, options=None):
-        self.first_seed = self.first_seed if seed is None else seed
+        self.first_seed = seed if self.first_seed is None else self.first_seed
         return super().reset(seed=seed, options=options)
 
     def step(self, action):

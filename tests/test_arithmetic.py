@@ -154,27 +154,23 @@ def test_dueling_values_by_hand():
     torch.testing.assert_close(network(obs), network.value_head(features) + q - mean)
 
 
-SPACES = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
-
-
 def make_actor() -> sac_ddp.Actor:
     torch.manual_seed(0)
-    return sac_ddp.Actor(*SPACES, torch.device("cpu"))
+    return sac_ddp.Actor(VECTOR, 2)
 
 
 def test_log_probability_is_that_of_the_squashed_normal(float64):
-    """Against torch's own terms, in two dimensions with other bounds; with its gradient, also where tanh is 1."""
+    """Against torch's own terms, in two dimensions; with its gradient, also where tanh is 1."""
     actor, obs, noise = make_actor(), torch.randn(50, 3), torch.randn(50, 2)
     noise[:10] *= 1000
     actions, log_prob = actor(obs, noise)
     mean, squashed = actor.layers(obs).split(2, -1)
     std = (-5.0 + 3.5 * (squashed.tanh() + 1.0)).exp()
     u = mean + std * noise
-    scale, bias = torch.tensor([2.0, 2.5]), torch.tensor([0.0, 2.5])
-    log_det = distributions.TanhTransform().log_abs_det_jacobian(u, u.tanh()) + scale.log()
+    log_det = distributions.TanhTransform().log_abs_det_jacobian(u, u.tanh())
     expected = (distributions.Normal(mean, std).log_prob(u) - log_det).sum(-1)
     assert (u.tanh().abs() == 1).any()
-    torch.testing.assert_close(actions, bias + scale * u.tanh())
+    torch.testing.assert_close(actions, u.tanh())
     torch.testing.assert_close(log_prob, expected, rtol=1e-9, atol=1e-9)
     parameters = list(actor.parameters())
     gradients, by_torch = (torch.autograd.grad(x.mean(), parameters, retain_graph=True) for x in (log_prob, expected))
@@ -183,7 +179,7 @@ def test_log_probability_is_that_of_the_squashed_normal(float64):
 
 def test_sac_losses_by_hand(float64):
     """Both squared errors by their weights; alpha log pi - min Q; and the gradients of actor and temperature."""
-    actor, critics, critics_target = make_actor(), sac_ddp.Critics(*SPACES), sac_ddp.Critics(*SPACES)
+    actor, critics, critics_target = make_actor(), sac_ddp.Critics(VECTOR, 2), sac_ddp.Critics(VECTOR, 2)
     critics.requires_grad_(False)
     log_alpha = nn.Parameter(torch.tensor(math.log(0.3)))
     obs, noise, next_noise = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 2)

@@ -1,6 +1,5 @@
 """`--checkpoint-every` and `--resume`: a run killed in any way ends in the bytes of one that was never disturbed."""
 
-import faulthandler
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -187,19 +185,6 @@ def test_each_shard_of_a_checkpoint_is_progress(tmp_path, monkeypatch):
     continued(dqn_ddp, tmp_path / "run", shards=2)
     after = [next_one for one, next_one in zip(happened, happened[1:], strict=False) if "shard" in one]
     assert after == ["feed"] * (3 * 2 + 2)  # three checkpoints; one that is read
-
-
-def test_feeding_sets_the_watchdog_back_once_a_second(monkeypatch):
-    """And costs nothing between, nor outside of a run."""
-    times, armed = [100.0], []
-    monkeypatch.setattr(time, "monotonic", lambda: times[-1])
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda timeout, exit: armed.append((times[-1], timeout)))
-    world = World(cuda=False)
-    world.feed()
-    for now in (100.0, 100.5, 101.2, 102.0, 102.5):
-        times.append(now)
-        world.feed()
-    assert armed == [(100.0, 60.0), (101.2, 60.0), (102.5, 60.0)]
 
 
 @pytest.mark.parametrize("damage", [cut, longer])

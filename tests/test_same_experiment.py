@@ -10,7 +10,7 @@ from runs import assert_close, run, same_run
 SIZES = "--num-envs 12 --num-steps 16 --num-minibatches 4 --update-epochs 3 --save-model"
 TWENTY = f"{SIZES} --total-timesteps {20 * 12 * 16} --eval-every 1500 --eval-episodes 5"
 CARTPOLE = f"--env-id tests.envs:ShortCartPole-v0 --learning-rate 2e-3 --target-kl 0.003 {TWENTY}"
-PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.0008 --learning-rate 1e-3 {TWENTY}"
+PENDULUM = f"--env-id Pendulum-v1 --norm-obs --norm-reward --target-kl 0.0003 --learning-rate 1e-3 {TWENTY}"
 PHASES = "--n-pi 8 --aux-epochs 2 --num-aux-minibatches 4 --adam-eps 1e-5"  # 1e-8 magnifies rounding tenfold here
 STEPS = "--num-envs 4 --buffer-size 400 --batch-size 32 --learning-starts 200 --train-frequency 8 --save-model"
 STEPS += " --total-timesteps 1040 --log-every 100 --eval-every 500 --eval-episodes 5"

@@ -33,7 +33,7 @@ BOX = f"{PPO} --env-id tests.envs:NoisyPendulum-v0 --total-timesteps 1024 --norm
 DQN_PONG = f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200"
 DQN_PONG += " --prioritized --n-step 3"
 CASES = {
-    "ppo": ("ppo_ddp.py", 8, f"{PPO} --norm-obs {SLOWLY} --target-kl 0.0001", (1, 2, 8)),
+    "ppo": ("ppo_ddp.py", 8, f"{PPO} --norm-obs {SLOWLY} --target-kl 0.0001 --seed 4", (1, 2, 8)),
     "ppo box, batch": ("ppo_ddp.py", 2, BOX, (1, 2)),
     "ppo compiled": ("ppo_ddp.py", 2, f"{PPO} --total-timesteps 1024 --compile", (1, 2)),
     "ppo minatar": ("ppo_ddp.py", 4, IMAGES, (1, 2)),
