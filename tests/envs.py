@@ -136,18 +136,24 @@ class Drawn(gym.Env):
     with `end`, truncate with `cut`, or do both. If it `remembers`, an episode depends on how many were before.
 
     `quirks` must not change a number: "infos" of others' names, at two of three steps and at resets; observations in
-    one "buffer" or as "lists"; a `Discrete` of "int32" or "int8".
+    one "buffer" or as "lists"; a `Discrete` of "int32" or "int8"; a `Box` in "units" that are 1,024 times smaller; a
+    "chdir" at each reset; one rank that is "slow". With `spaces` rewards are drawn from the spaces' generators too.
     """
 
-    def __init__(self, shape, dtype, actions, action_dtype=None, end=0.05, cut=0.05, remembers=False, quirks=()):
+    def __init__(
+        self, shape, dtype, actions, action_dtype=None, end=0.05, cut=0.05, remembers=False, spaces=False, quirks=()
+    ):
         low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(dtype, (-np.inf, np.inf))
         self.observation_space = gym.spaces.Box(low, high, tuple(shape), dtype)
+        self.unit = 1024.0 if "units" in quirks and action_dtype else 1.0
+        self.spaces = spaces
         if action_dtype is None:
             integers = next((name for name in quirks if name.startswith("int")), "int64")
             self.action_space = gym.spaces.Discrete(actions[0], start=actions[1], dtype=integers)
         else:
             low = -1.0 - np.arange(np.prod(actions)).reshape(actions)
-            self.action_space = gym.spaces.Box(low.astype(action_dtype), (0.5 - low).astype(action_dtype))
+            low, high = (self.unit * x.astype(action_dtype) for x in (low, 0.5 - low))
+            self.action_space = gym.spaces.Box(low, high, dtype=action_dtype)
         self.end, self.cut, self.weights = end, cut, np.cos(np.arange(np.prod(shape)))
         self.remembers, self.quirks = remembers, quirks
         self.buffer, self.resets, self.time = np.zeros(shape, dtype), 0, 0
@@ -171,12 +177,15 @@ class Drawn(gym.Env):
         numbers = {"game_over": self.time % 7 == 3, "episode_frame_number": self.time % 5, "lives": self.time % 4}
         texts = {"name": f"step {self.time}", "episode": {"r": 1.0, "l": self.time, "more": {"t": 0.5}}}
         more = {"array": np.arange(3.0), "episode_ended": True, "final_obs": 3.0, "reward": 5.0}
+        more["any"] = (None, "text", 3, np.zeros(self.time % 5), {"a": 1})[self.time % 5]
         return numbers | texts | more if shown and "infos" in self.quirks else {}
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.state = self.np_random.normal(size=len(self.weights))
         self.resets += 1
+        if "chdir" in self.quirks:
+            os.chdir("/")
         if self.remembers:
             self.state += 0.1 * self.resets
         return self.observe(), self.info(True)
@@ -184,10 +193,14 @@ class Drawn(gym.Env):
     def step(self, action):
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
         self.time += 1
-        pushed = np.resize(np.asarray(action, float), len(self.state))
+        if "slow" in self.quirks and os.environ.get("RANK") == "1":
+            time.sleep(0.002)
+        pushed = np.resize(np.asarray(action, float) / self.unit, len(self.state))
         self.state = np.tanh(0.9 * np.roll(self.state, 1) + 0.3 * pushed * self.weights)
         self.state += 0.1 * self.np_random.normal(size=len(self.state))
         reward = float((self.state * self.weights).mean() - 0.1 * (pushed**2).mean())
+        if self.spaces:
+            reward += float(np.mean(self.action_space.sample()) / self.unit)
         terminated, truncated = self.np_random.random(2) < (self.end, self.cut)
         return self.observe(), reward, bool(terminated), bool(truncated), self.info(self.time % 3)
 

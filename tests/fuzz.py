@@ -10,10 +10,11 @@ processes. metrics.csv (timing aside) and every tensor of model.pt must be the s
 not count, where --stop-at-return ended it.
 
 Where both launches are wrong alike, no bytes differ. So one launch of the two may have quirks, which must not change a
-number: its environments return their own buffer, or lists, or infos with other simulators' names, or their actions
-have another type. And in each process addresses are asserted (`assert_aligned`): what enters a product of matrices
-must begin at a multiple of 64 bytes. Products depend on addresses on Intel's processors. On AMD's they do not, and
-there this assertion alone finds a wrong address.
+number: its environments return their own buffer, or lists, or infos of any name and type, or their actions have
+another type or unit, or they change the working directory, or one rank is slow. Now and then rank 1 alone gets another
+flag, which must be refused. And in each process addresses are asserted (`assert_aligned`): what enters a product of
+matrices must begin at a multiple of 64 bytes. Products depend on addresses on Intel's processors. On AMD's they do not,
+and there this assertion alone finds a wrong address.
 
 Nine of ten draws run in processes that are forked from one that has imported everything, with the variables that a
 launcher sets: a tenth of the time. There, --compile runs graphs by torch's own operators. The tenth is launched as a
@@ -42,12 +43,13 @@ from threading import Lock
 from typing import Any, NamedTuple
 from unittest import mock
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 from torch.utils._pytree import tree_leaves
 
-from common import acting, checkpoint, environments, processes, replay
+from common import acting, arguments, checkpoint, environments, processes, replay
 from runs import ROOT, Run, finish, forked, places, same_run
 
 LEAST = 20  # gradient steps of a draw
@@ -68,6 +70,7 @@ SCRIPTS = ("ppo", "ppg", "sac", "dqn")
 KINDS = ("vectors", "images", "Atari", "MinAtar")  # of what is observed
 HOW_OFTEN = {"ppo": (74, 10, 8, 8), "ppg": (74, 10, 8, 8), "dqn": (56, 8, 26, 10), "sac": (100, 0, 0, 0)}
 QUIRKS = ("infos", "buffer", "lists", "int32", "int8")  # of `tests.envs:Drawn-v0`
+MORE_QUIRKS = ("units", "chdir", "slow")
 ENDINGS = ("killed behind a checkpoint", "killed at any moment")  # of a launch's earlier starts
 
 
@@ -99,6 +102,7 @@ class Draw:
     real: bool  # launched as a user does
     loads: bool  # a model that a short run has made
     sockets: bool  # between ranks, in place of shared memory
+    refused: bool  # tried once more with another flag on rank 1 alone
 
 
 def drawn(seed: int, number: int) -> Draw:
@@ -141,7 +145,14 @@ def drawn(seed: int, number: int) -> Draw:
     sockets = chance.random() < 0.25
     processor = chance.choices(list(PROCESSORS), (45, 20, 25, 10))[0]
     loads = chance.random() < 0.08
-    return Draw(number, script, flags, launches, processor, number % 10 == 9, loads, sockets)
+    more = random.Random(f"{seed} {number} more")  # so that what is drawn above stays
+    if kind in ("vectors", "images"):
+        for launch in launches:
+            if launch.quirks:
+                launch.quirks += tuple(name for name in MORE_QUIRKS if more.random() < 0.3)
+        flags["env-kwargs"] = json.dumps(json.loads(flags["env-kwargs"]) | {"spaces": more.random() < 0.2})
+    refused = more.random() < 0.1
+    return Draw(number, script, flags, launches, processor, number % 10 == 9, loads, sockets, refused)
 
 
 def environment(chance: random.Random, script: str, kind: str) -> dict[str, Any]:
@@ -251,6 +262,31 @@ def break_resume() -> None:
     checkpoint.restore = lambda state, *saved: restore({x: state[x] for x in state if x != "generator"}, *saved)
 
 
+def break_infos() -> None:
+    step = environments.Simulator.step
+    environments.Simulator.step = lambda self, x: (*step(self, x)[:4], self.unwrapped.info(self.unwrapped.time % 3))
+
+
+def break_units() -> None:
+    def broken(self, space):
+        self.action_space = self.single_action_space = space
+        self.center, self.scale = 0.0, 1.0
+
+    environments.Environments._set_action_space = broken
+
+
+def break_chdir() -> None:
+    Path.absolute = lambda self: self
+
+
+def break_flags() -> None:
+    arguments.RunArgs.experiment = lambda self: {}
+
+
+def break_spaces() -> None:
+    gym.spaces.Space.seed = lambda self, seed=None: []
+
+
 BREAKS = {name.removeprefix("break_"): x for name, x in globals().items() if name.startswith("break_")}
 
 
@@ -269,12 +305,13 @@ def serve() -> None:
             os._exit(0)
 
 
-def launched(start: list, run_dir: str, reply: str, output: str, **how: Any) -> None:
+def launched(start: list, run_dir: str, reply: str, output: str, words: list[str], other: bool, **how: Any) -> None:
     """Fork the ranks of a `Start`, and leave their exit codes in the file `reply`."""
     size, _, kill, behind_checkpoint = start
     ranks = []
     for place in places(size):
-        ranks.append(FORK.Process(target=forked, args=(partial(start_rank, **how), (), place, output)))
+        own = [*words, "--gamma", "0.5"] if other and place.get("RANK") == "1" else words
+        ranks.append(FORK.Process(target=forked, args=(partial(start_rank, words=own, **how), (), place, output)))
         ranks[-1].start()
     deadline = time.monotonic() + (kill if kill >= 0 and not behind_checkpoint else PATIENCE)
     while any(rank.is_alive() for rank in ranks):
@@ -346,7 +383,9 @@ class Servers:
             if (threads, processor) not in self.processes:
                 words = [sys.executable, __file__, "serve"]
                 env = environ(threads, processor)
-                self.processes[threads, processor] = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, text=True)
+                self.processes[threads, processor] = subprocess.Popen(
+                    words, cwd=ROOT, env=env, stdin=subprocess.PIPE, text=True
+                )
             server = self.processes[threads, processor]
             server.stdin.write(json.dumps(job | {"reply": str(reply), "broken": self.broken}) + "\n")
             server.stdin.flush()
@@ -397,7 +436,7 @@ def words_of(draw: Draw, start: Start, run_dir: Path) -> list[str]:
     words = [word for name, value in start.flags.items() for word in (f"--{name}", str(value)) if word]
     if draw.loads and run_dir.name != "model":
         words += ["--load-model", str(run_dir.parent / "model" / "model.pt")]
-    return [*words, "--save-model", "--timeout", "120", "--run-dir", str(run_dir)]
+    return [*words, "--save-model", "--timeout", "120", "--run-dir", os.path.relpath(run_dir, ROOT)]
 
 
 def command(draw: Draw, threads: str, start: Start, run_dir: Path) -> list[str]:
@@ -409,12 +448,12 @@ def command(draw: Draw, threads: str, start: Start, run_dir: Path) -> list[str]:
     return ["env", *variables, "PYTHONPATH=.:tests", *python, f"{draw.script}_ddp.py", *words_of(draw, start, run_dir)]
 
 
-def run_of(draw: Draw, threads: str, starts: list[Start], run_dir: Path, servers: Servers) -> Run:
-    """Start a script, once or more often, to its end."""
+def run_of(draw: Draw, threads: str, starts: list[Start], run_dir: Path, servers: Servers, other: bool = False) -> Run:
+    """Start a script, once or more often, to its end. `other`: with another flag on rank 1."""
     output = run_dir.with_name("output")
     for start in starts:
         output.write_text("")
-        if draw.real and start.kill < 0:
+        if draw.real and start.kill < 0 and not other:
             words = command(draw, threads, start, run_dir)
             words = [str(Path(sys.executable).with_name(x)) if x in ("python", "torchrun") else x for x in words]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -425,7 +464,7 @@ def run_of(draw: Draw, threads: str, starts: list[Start], run_dir: Path, servers
             own = threads or ("1" if start.processes > 1 else "")  # torchrun sets one where none is set
             job = {"start": start, "output": str(output), "run_dir": str(run_dir), "sockets": draw.sockets}
             job |= {"script": str(ROOT / f"{draw.script}_ddp.py"), "words": words_of(draw, start, run_dir)}
-            codes = servers.ask(own, draw.processor, run_dir.with_name("reply"), **job)
+            codes = servers.ask(own, draw.processor, run_dir.with_name("reply"), other=other, **job)
             codes = [x for x in codes if start.kill < 0 or x != -signal.SIGKILL]
             code, text = max(codes, key=abs, default=0), output.read_text()
         if code:
@@ -451,6 +490,11 @@ def tried(draw: Draw, servers: Servers) -> str:
             return text
         if parts := same_run(*runs):
             return parts
+        if draw.refused:
+            start = Start(draw.launches[1].processes, draw.flags)
+            done = run_of(draw, "1", [start], folder / "other", servers, other=True)
+            if done.code != 2 or "the same on all ranks" not in done.out:
+                return f"rank 1 has another flag, and code {done.code}: {done.out[-1000:]}"
         return "same" if int(runs[0].rows[-1]["global_step"]) == draw.flags["total-timesteps"] else "short"
 
 

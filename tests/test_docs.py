@@ -109,7 +109,7 @@ def test_the_table_of_sizes_has_every_size():
     found = {}
     for script in SCRIPTS:
         for field in dataclasses.fields(importlib.import_module(script.removesuffix(".py")).Args):
-            if field.type in (Count, Whole):
+            if field.type in (Count, Whole, Count | None):
                 name = field.name.replace("_", "-")
                 found.setdefault(name, []).append(script.removesuffix("_ddp.py").upper())
     assert told == {name: "all" if len(x) == 4 else ", ".join(x) for name, x in found.items()}

@@ -92,9 +92,6 @@ def test_the_programs_of_the_docs_act_as_the_evaluation_did(case, tmp_path, monk
     done = run(script, 1, f"{own} {EVALS} --save-model", tmp_path / "runs" / "a", dtype="float32")
     monkeypatch.chdir(tmp_path)
     program = program_of(script)
-    if case == "ppo":
-        edits = ("= gym.make(", "= gym.wrappers.ClipAction(gym.make("), ('"env_id"])', '"env_id"]))')
-        program = edited("docs/models.md", program, *edits)
     names = {}
     exec(program, names)
     env, returns = names["env"], []
