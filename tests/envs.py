@@ -185,7 +185,7 @@ class Drawn(gym.Env):
         self.state = self.np_random.normal(size=len(self.weights))
         self.resets += 1
         if "chdir" in self.quirks:
-            os.chdir("/")
+            os.chdir(Path(os.__file__).parent)
         if self.remembers:
             self.state += 0.1 * self.resets
         return self.observe(), self.info(True)

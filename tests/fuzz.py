@@ -49,7 +49,7 @@ import torch
 import tyro
 from torch.utils._pytree import tree_leaves
 
-from common import acting, arguments, checkpoint, environments, processes, replay
+from common import acting, checkpoint, environments, processes, replay
 from runs import ROOT, Run, finish, forked, places, same_run
 
 LEAST = 20  # gradient steps of a draw
@@ -149,7 +149,7 @@ def drawn(seed: int, number: int) -> Draw:
     if kind in ("vectors", "images"):
         for launch in launches:
             if launch.quirks:
-                launch.quirks += tuple(name for name in MORE_QUIRKS if more.random() < 0.3)
+                launch.quirks += tuple(name for name in MORE_QUIRKS if more.random() < 0.5)
         flags["env-kwargs"] = json.dumps(json.loads(flags["env-kwargs"]) | {"spaces": more.random() < 0.2})
     refused = more.random() < 0.1
     return Draw(number, script, flags, launches, processor, number % 10 == 9, loads, sockets, refused)
@@ -264,13 +264,20 @@ def break_resume() -> None:
 
 def break_infos() -> None:
     step = environments.Simulator.step
-    environments.Simulator.step = lambda self, x: (*step(self, x)[:4], self.unwrapped.info(self.unwrapped.time % 3))
+
+    def broken(self, action):
+        own = getattr(self.unwrapped, "info", lambda shown: {})
+        return *step(self, action)[:4], own(True)
+
+    environments.Simulator.step = broken
 
 
 def break_units() -> None:
+    set_action_space = environments.Environments._set_action_space
+
     def broken(self, space):
-        self.action_space = self.single_action_space = space
-        self.center, self.scale = 0.0, 1.0
+        set_action_space(self, space)
+        self.scale = 1.0
 
     environments.Environments._set_action_space = broken
 
@@ -280,7 +287,10 @@ def break_chdir() -> None:
 
 
 def break_flags() -> None:
-    arguments.RunArgs.experiment = lambda self: {}
+    gather = processes.World.gather_objects
+    processes.World.gather_objects = lambda self, x: (
+        [x] * self.world_size if isinstance(x, dict) and "gamma" in x else gather(self, x)
+    )
 
 
 def break_spaces() -> None:
