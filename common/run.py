@@ -69,9 +69,9 @@ class Run:
         self.state |= state
         self.replay = self.replay if replay is None else replay
 
-    def policy(self, module: nn.Module, layers: nn.Module) -> Policy:
-        """What acts in rollouts: the first result of `module`, by numpy where `layers` are simple."""
-        self.policies.append(Policy(module, layers, self.world, self.logger.note))
+    def policy(self, module: nn.Module) -> Policy:
+        """What acts in rollouts: the first result of `module`, by numpy where its layers are simple."""
+        self.policies.append(Policy(module, self.world, self.logger.note))
         return self.policies[-1]
 
     def upload(self, *arrays: np.ndarray) -> Any:

@@ -69,7 +69,6 @@ EDITS = {
     "tanh": lambda: Agent(lambda m, obs, out: out.tanh()),
     "scale": lambda: Agent(lambda m, obs, out: 1.01 * out),
     "of observations": lambda: Agent(lambda m, obs, out: out + 0.1 * obs[:, :3]),
-    "new layer": lambda: Agent(lambda m, obs, out: m.new_layer(out)),
     "learned temperature": lambda: Agent(lambda m, obs, out: out / m.temperature),
     "hook": on_actor(lambda actor: actor[0].register_forward_hook(lambda m, x, y: y + 0.5)),
     "hook on all": on_actor(lambda actor: actor.register_forward_hook(lambda m, x, y: 2 * y)),
@@ -86,6 +85,7 @@ UNEDITED = {
     "ppo": lambda: ppo_ddp.Agent(SPACE, DISCRETE),
     "ppo box": lambda: ppo_ddp.Agent(SPACE, BOX),
     "ppg": lambda: ppg_ddp.Agent(SPACE, DISCRETE),
+    "new layer": lambda: Agent(lambda m, obs, out: m.new_layer(out)),
     "dqn": lambda: dqn_ddp.QNetwork(SPACE, 3, False, "auto", True),
     "replaced actor": lambda: replaced(
         lambda _: nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
@@ -95,8 +95,12 @@ UNEDITED = {
 
 def policy_of(module, notes, world=None):
     """As the scripts make it."""
-    layers = [getattr(module, name) for name in ("network", "actor", "head") if hasattr(module, name)]
-    return Policy(module, nn.Sequential(*layers), world or World(False), notes.append)
+    return Policy(module, world or World(False), notes.append)
+
+
+def by_numpy_in(policy):
+    """Of each shard, whether numpy acts."""
+    return [bool(steps) for steps in policy.steps]
 
 
 def result_of(module, obs):
@@ -113,7 +117,7 @@ def act_and_learn(make, by_numpy):
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     for call, obs in enumerate(OBS):
         np.testing.assert_allclose(policy(obs), result_of(module, obs), rtol=1e-4, atol=2e-5, err_msg=str(call))
-        assert policy.by_numpy == [by_numpy]
+        assert by_numpy_in(policy) == [by_numpy]
         if call % 16 == 15:
             optimizer.zero_grad()
             out = module(torch.from_numpy(obs).to(torch.get_default_dtype()))
@@ -153,16 +157,16 @@ def test_what_changes_during_training_is_found_at_the_next_comparison(change):
     module = Agent(lambda m, obs, out: out if m.scale == NUMBERS[0] else out * m.scale / NUMBERS[0])
     policy = policy_of(module, notes)
     policy(OBS[0])
-    assert policy.by_numpy == [True]
+    assert by_numpy_in(policy) == [True]
     make_change(module)
     for obs in OBS[1 : PERIOD + 1]:
         result = policy(obs)
     np.testing.assert_allclose(result, result_of(module, obs), rtol=1e-5, atol=1e-6)
-    assert policy.by_numpy == [by_numpy] and len(notes) == (not by_numpy)
+    assert by_numpy_in(policy) == [by_numpy] and len(notes) == (not by_numpy)
     module.scale, NUMBERS[0] = 1.0, 1.0
     policy.calls = 0
     policy(OBS[0])
-    assert policy.by_numpy == [True]
+    assert by_numpy_in(policy) == [True]
 
 
 def test_a_shard_acts_alike_whichever_process_it_is_in():
@@ -175,7 +179,7 @@ def test_a_shard_acts_alike_whichever_process_it_is_in():
             obs = np.concatenate([obs[:3], 100 * obs[3:]])
         parts = [policy(x) for policy, x in zip(apart, np.split(obs, 2), strict=True)]
         assert together(obs).tobytes() == np.concatenate(parts).tobytes()
-        assert together.by_numpy == [True, call < 2 * PERIOD]
+        assert by_numpy_in(together) == [True, call < 2 * PERIOD]
     assert len(notes) == 2 and notes[0] == notes[1]
 
 
@@ -186,12 +190,11 @@ def test_images_and_gpus_are_for_the_module():
     agent = ppo_ddp.Agent(image, DISCRETE)
     policy = policy_of(agent, notes)
     obs = np.ones((2, 3, 10, 10), np.float32)
-    assert np.array_equal(policy(obs), result_of(agent, obs)) and policy.by_numpy == [False]
+    assert np.array_equal(policy(obs), result_of(agent, obs)) and by_numpy_in(policy) == [False]
     world = World(False)
     world.device = torch.device("cuda")
     policy = policy_of(Agent(), notes, world)
-    policy._choose([OBS[0]])
-    assert policy.by_numpy == [False] and notes == []
+    assert policy._steps(OBS[0]) == [] and notes == []
 
 
 def calls_of_dqn(run_dir: str) -> None:

@@ -68,15 +68,13 @@ def edited_module(tmp_path, script, edits):
     return module
 
 
-def network_and_layers(module, settings):
-    """A script's network for vectors of 4, and what it gives to `run.policy` as its layers."""
+def network_of(module, settings):
+    """A script's network for vectors of 4."""
     space = gym.spaces.Box(-1, 1, (4,))
     if hasattr(module, "QNetwork"):
-        network = module.QNetwork(space, 3, settings.get("dueling", False), "auto", True)
-        return network, nn.Sequential(network.network, network.head)
+        return module.QNetwork(space, 3, settings.get("dueling", False), "auto", True)
     box = gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 5]))
-    network = module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3))
-    return network, network.actor if hasattr(module, "AuxLoss") else nn.Sequential(network.network, network.actor)
+    return module.Agent(space, box if settings == BOX else gym.spaces.Discrete(3))
 
 
 @pytest.mark.parametrize("script, edit", [(script, edit) for script in EDITS for edit in EDITS[script]])
@@ -85,12 +83,12 @@ def test_what_acts_is_the_network(script, edit, tmp_path, float64):
     edits, settings, *reason = EDITS[script][edit]
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    network, layers = network_and_layers(edited_module(tmp_path, script, edits), settings)
+    network = network_of(edited_module(tmp_path, script, edits), settings)
     notes = []
-    policy = Policy(network, layers, World(False, None), notes.append)
+    policy = Policy(network, World(False, None), notes.append)
     for _ in range(PERIOD + 1):
         policy(rng.normal(size=(5, 4)))
-        assert policy.by_numpy == [not reason], notes
+        assert [*map(bool, policy.steps)] == [not reason], notes
     if reason:
         (note,) = notes
         assert re.search(f"acts by torch, more slowly than by numpy .*{reason[0]}", note) and "\n" not in note
@@ -112,13 +110,13 @@ def test_an_edit_that_shows_late_is_found(float64):
     module.forward = lambda obs: layers(obs) if module.factor == 1.0 else module.factor * layers(obs)
     module.factor = 1.0
     notes = []
-    policy = Policy(module, layers, World(False, None), notes.append)
+    policy = Policy(module, World(False, None), notes.append)
     rng = np.random.default_rng(0)
     for call in range(2 * PERIOD):
         module.factor = 1.0 if call <= 5 or call > PERIOD + 5 else 2.0
         policy(rng.normal(size=(5, 4)))
-        assert policy.by_numpy == [call < PERIOD]
-    assert len(notes) == 1 and "its result is another" in notes[0]
+        assert [*map(bool, policy.steps)] == [call < PERIOD]
+    assert len(notes) == 1 and BY_TORCH in notes[0]
 
 
 RUNS = [("ppo_ddp.py", "branch"), ("ppg_ddp.py", "none"), ("dqn_ddp.py", "dueling"), ("dqn_ddp.py", "deeper")]
@@ -134,7 +132,7 @@ def test_a_run_of_an_edited_network_ends_well(script, edit, tmp_path, monkeypatc
 
     def watched(self, obs):
         result = call(self, obs)
-        by_numpy.append(*self.by_numpy)
+        by_numpy.append(*map(bool, self.steps))
         return result
 
     monkeypatch.setattr(Policy, "__call__", watched)
@@ -156,7 +154,7 @@ ONLY_PPO = {  # lines of PPO that PPG does not have; all others stand in it, in 
         "self.network = nn.Identity()",
     ],
     "Agent.forward": ["features = self.network(obs)", "return (self.actor(features),"],
-    "train": ["if run.evaluate_and_checkpoint(", "obs = np.zeros((", "policy = run.policy("],  # PPG's are a phase's
+    "train": ["if run.evaluate_and_checkpoint(", "obs = np.zeros(("],  # PPG's are a phase's
 }
 
 
