@@ -34,8 +34,7 @@ class Policy:
         if self.world.sharded:  # aligned: MKL rounds by address
             parts = [to_tensor(part).numpy() for part in np.split(obs, len(self.world.shards))]
         if self.calls % PERIOD == 0:
-            before = self.steps if self.calls else [True] * len(parts)  # where the module acts, it goes on
-            self.steps = [x and self._steps(part) for x, part in zip(before, parts, strict=True)]
+            self._choose(parts)
         self.calls += 1
         choices = zip(parts, self.steps, strict=True)
         results = [self._numpy(part, steps) if steps else self._torch(part) for part, steps in choices]
@@ -59,29 +58,26 @@ class Policy:
         output = self.module(obs)
         return output[0] if isinstance(output, tuple) else output
 
-    def _steps(self, obs: np.ndarray) -> list[tuple]:
-        """For each layer its kind and, for Linear, weight and bias; nothing where the module is to act."""
-        if self.world.device.type != "cpu" or obs.ndim != 2:
-            return []
-        layers, expected = self._traced(to_tensor(obs))
-        steps = [(type(layer), *(p.detach().numpy().T for p in layer.parameters())) for layer in layers]
-        size = np.abs(expected).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
-        rounding = {"rtol": 0.0, "atol": 1e-4 * size, "equal_nan": True}
-        if steps and np.allclose(self._numpy(obs, steps), expected, **rounding):
-            return steps
-        reason = "it is not Linear, Tanh and ReLU, one after another"
-        self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
-        return []
+    def _choose(self, parts: list[np.ndarray]) -> None:
+        """Choose what acts for each shard. Where the module does, it goes on."""
+        vectors = self.world.device.type == "cpu" and parts[0].ndim == 2
+        if self.calls == 0:
+            self.layers = [self._traced(to_tensor(part)) if vectors else [] for part in parts]
+        self.steps = [self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
+        if vectors and not all(self.steps):
+            name = type(self.module).__name__
+            reason = "it is not Linear, Tanh and ReLU, one after another"
+            self.note(f"{name} acts by torch, more slowly than by numpy ({reason})")
 
-    def _traced(self, obs: torch.Tensor) -> tuple[list[nn.Module], np.ndarray]:
-        """The layers from `obs` to the module's result, none where other code takes part, and the result."""
+    def _traced(self, obs: torch.Tensor) -> list[nn.Module]:
+        """The layers from `obs` to the module's result; none where other code takes part."""
         calls = []
         hooks = []
         for layer in self.module.modules():
             changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
             if type(layer) in SIMPLE and not changed:
                 hooks.append(layer.register_forward_hook(lambda *call: calls.append(call)))
-        result = tensor = self._result(obs)
+        tensor = self._result(obs)
         for hook in hooks:
             hook.remove()
         layers = []
@@ -89,4 +85,16 @@ class Policy:
             if output is tensor:
                 tensor = inputs[0]
                 layers.insert(0, layer)
-        return layers if tensor is obs else [], result.numpy()
+        return layers if tensor is obs else []
+
+    def _steps(self, obs: np.ndarray, layers: list[nn.Module]) -> list[tuple]:
+        """For each layer its kind and, for Linear, weight and bias; none, and no layers, if results differ."""
+        steps = [(type(layer), *(p.detach().numpy().T for p in layer.parameters())) for layer in layers]
+        if steps:
+            expected = self._torch(obs)
+            size = np.abs(expected).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
+            result = self._numpy(obs, steps)
+            if not np.allclose(result, expected, rtol=0.0, atol=1e-4 * size, equal_nan=True):
+                layers.clear()
+                steps = []
+        return steps
