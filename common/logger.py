@@ -1,6 +1,5 @@
 """The run directory and what is written there; rank 0 writes, on other ranks the same calls do nothing."""
 
-import itertools
 import json
 import math
 import os
@@ -11,9 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import filelock
 import torch
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minata
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed", "versions")  # of config.json
 
 
-class Logger:
+class Logger(ExitStack):
     """Writes config.json, changes.diff, metrics.csv; prints progress; sends rows to wandb and TensorBoard.
 
     `script`: its path; `columns`: its own. `dir`: the run directory, on rank 0. Raises `BadInput`, naming the
@@ -43,6 +43,7 @@ class Logger:
     """
 
     def __init__(self, args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> None:
+        super().__init__()
         self.args = args
         self.script = script
         self.columns = (*COLUMNS_OF_ALL, *columns)
@@ -56,16 +57,17 @@ class Logger:
         self.bar: Any = None  # of tqdm, on a terminal
         self.wandb: Any = None
         self.tensorboard: Any = None
-        self.opened = ExitStack()
         if self.enabled:
             self._open()
 
     def _open(self) -> None:
         args = self.args
         try:
-            self.dir = Path(args.run_dir).absolute() if args.run_dir else new_directory(args, self.script)
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.opened.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
+            env_id = args.env_id.replace("/", "-").replace(":", "-")
+            name = f"{env_id}__{self.script.stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            self.dir = Path(args.run_dir or Path("runs", name)).absolute()
+            self.dir.mkdir(parents=True, exist_ok=bool(args.run_dir))
+            self.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
         except filelock.Timeout as error:
             fault = "another process is writing there; end it, or name another"
             raise BadInput(f"--run-dir {self.dir}: {fault}.") from error
@@ -108,6 +110,7 @@ class Logger:
             advice = "run `wandb login`, or set WANDB_MODE=offline"
             raise BadInput(f"--track: {one_line(error)}; {advice}.") from error
         id_file.write_text(self.wandb.id)
+        self.push(lambda kind, error, traceback: self.wandb.finish(exit_code=int(error is not None)))
 
     def start(self, state: dict[str, float] | None) -> None:
         """Start the clock and write the first files, or go on from a checkpoint's `state`."""
@@ -133,10 +136,14 @@ class Logger:
 
             purge_step = state["step"] + 1 if state else 0
             self.tensorboard = SummaryWriter(self.dir / "tensorboard", purge_step=purge_step)
+            self.callback(self.tensorboard.close)
         if sys.stdout.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=self.args.total_timesteps, file=sys.stdout)
+            self.callback(self.bar.close)
+        else:
+            self.callback(self._show)
 
     def state(self) -> dict[str, float]:
         """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
@@ -186,7 +193,9 @@ class Logger:
             self._show()
 
     def _show(self) -> None:
-        """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
+        """Show progress, if there is any: on a terminal in a bar with the time left, otherwise in a line."""
+        if not self.unshown:
+            return
         self.shown = time.perf_counter()
         self.unshown = False
         step = self.latest["global_step"]
@@ -218,31 +227,6 @@ class Logger:
             except Exception as error:  # a simulator's own, a missing display's, a full disk's
                 self.note(f"--capture-video: no film ({type(error).__name__}: {one_line(error)})")
             self.evaluated += time.perf_counter() - started
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        with self.opened:
-            if self.bar is not None:
-                self.bar.close()
-            elif self.unshown:
-                self._show()
-            if self.wandb:
-                self.wandb.finish(exit_code=int(error is not None))
-            if self.tensorboard:
-                self.tensorboard.close()
-
-
-def new_directory(args: RunArgs, script: Path) -> Path:
-    """Make the default directory of a run, which no other run has."""
-    env_id = args.env_id.replace("/", "-").replace(":", "-")
-    name = f"{env_id}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(1):
-        path = Path("runs", name if number == 1 else f"{name}_{number}").absolute()
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any] | None = None, text: str = "") -> None:

@@ -47,9 +47,7 @@ class RunningMoments:
 
     def normalized(self, x: np.ndarray) -> np.ndarray:
         """(x - mean) / std, clipped at +-10, in torch's default dtype."""
-        if not self.enabled:
-            return x
-        return ((x - self.mean) / self.std).clip(-10, 10).astype(default_float())
+        return ((x - self.mean) / self.std).clip(-10, 10).astype(default_float()) if self.enabled else x
 
     def scaled(self, x: np.ndarray) -> np.ndarray:
         """x / std, clipped at +-10, in torch's default dtype."""
@@ -58,12 +56,9 @@ class RunningMoments:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, as tensors, which `torch.load(weights_only=True)` reads."""
-        values = {"count": self.count, "mean": self.mean, "m2": self.m2}
-        return {name: torch.tensor(x, dtype=torch.float64) for name, x in values.items()}
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("count", "mean", "m2")}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        if self.enabled != bool(state["count"] > 0):
-            raise ValueError("it was normalised, or not, with another --norm-obs or --norm-reward")
         self.count = state["count"].item()
         self.mean = state["mean"].numpy()
         self.m2 = state["m2"].numpy()
@@ -84,10 +79,7 @@ def discounted_returns(
 
 
 def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
-    """x, whose last axis has equal parts for each shard here -> mean 0, variance 1 (by N - 1).
-
-    Over the last `dims` axes and all ranks.
-    """
+    """x -> mean 0, variance 1 (by N - 1) over all ranks and the last `dims` axes, of which shards have equal parts."""
     kept = x.shape[: x.ndim - dims]
     count = x[(0,) * len(kept)].numel() * world.world_size
     sums = []
@@ -102,15 +94,10 @@ def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
 
 
 def explained_variance(advantages: np.ndarray, values: np.ndarray, world: World) -> dict[str, float]:
-    """The part of the variance of returns that the values explain: (T, n) of this rank's n environments.
-
-    Over all ranks, as a column; no column where all returns are equal.
-    """
+    """The part of the variance of returns that values (T, n) explain, over all ranks; none where returns are equal."""
     sums = []
-    parts = [np.split(x, len(world.shards), axis=1) for x in (advantages, values)]
-    for residuals, value in zip(*parts, strict=True):
-        residuals = residuals.astype(np.float64).ravel()
-        returns = value.astype(np.float64).ravel() + residuals
+    for part in np.split(np.stack([advantages, values]).astype(np.float64), len(world.shards), axis=2):
+        residuals, returns = part[0].ravel(), part.sum(0).ravel()
         sums.append([returns.size, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
     count, *moments = world.gather_shards(sums).sum(0)  # collective
     residual, target = [square - total**2 / count for total, square in np.reshape(moments, (2, 2))]

@@ -49,7 +49,7 @@ class Run:
         self.policies: list[Policy] = []
         self.gradients: dict[nn.Module, Gradient] = {}
         self.reported: dict[str, list] = defaultdict(list)  # at each update, a scalar for each shard
-        self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what was reported before
+        self.sums: dict[str, Any] = Counter()  # of what was reported before, for each shard
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()  # by column
         self.updating = False
@@ -189,9 +189,9 @@ class Run:
     def log(self, global_step: int, more: dict[str, float]) -> None:
         """Write a row: means over all ranks of what losses reported and of ended episodes; `more` columns."""
         self.lap("time/update" if self.updating else "time/rollout")
-        for name in self.reported:
+        for name in [*self.reported]:
             self._sum_reported(name)
-        sums = np.hstack([self.envs.pop_sums(), [[*of_shard.values()] for of_shard in self.sums]])
+        sums = np.column_stack([self.envs.pop_sums(), *self.sums.values()])
         table = self.world.gather([*sums.ravel(), *self.seconds.values()])  # collective
         totals, seconds = np.split(table, [sums.size], axis=1)
         returns, lengths, episodes, *losses = totals.reshape(self.world.num_shards, -1).sum(0).tolist()
@@ -202,16 +202,15 @@ class Run:
             row["charts/episodic_length"] = lengths / episodes
         for (name, count), total in zip(self.counts.items(), losses, strict=True):
             row[f"losses/{name}"] = total / count / self.world.num_shards
-        for of_row in (*self.sums, self.counts, self.seconds, self.reported):
+        for of_row in (self.sums, self.counts, self.seconds):
             of_row.clear()
         self.logger.log(global_step, row | more)
 
     def _sum_reported(self, name: str) -> None:
-        updates = self.reported[name]
+        updates = self.reported.pop(name)
         self.counts[name] += len(updates)
-        for sums, values in zip(self.sums, zip(*updates, strict=True), strict=False):
-            sums[name] += torch.stack(values).double().sum().item()
-        updates.clear()
+        of_shards = [torch.stack(values).double().sum().item() for values in zip(*updates, strict=True)]
+        self.sums[name] += np.array(of_shards)
 
     def lap(self, column: str | None = None) -> None:
         """Add the seconds since the last call to a column, or to none."""
