@@ -8,6 +8,7 @@ its name when it is complete.
 
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class Checkpoints:
         self.world = world
         self.logger = logger
         self.replay = replay
+        self.shards = range(0) if replay is None else world.shards  # those whose part of a buffer is saved
         self.state = {**state, "torch": torch.default_generator}
         if world.world_size > 2 and not world.sharded:
             # three ranks' numbers are added in an order that moves with DDP's buckets, laid out at each start
@@ -41,14 +43,12 @@ class Checkpoints:
 
     def read_newest(self) -> dict[str, Any]:
         """Go on from the newest checkpoint that can be read -> what it says of the run, maybe nothing."""
-        steps = sorted((int(path.name) for path in self.dir.glob("*") if path.name.isdecimal()), reverse=True)
-        steps = self.world.gather_objects(steps)[0]  # collective
-        for step in steps:
-            folder = self.dir / str(step)
+        folders = self.world.gather_objects(self._folders())[0]  # collective
+        for folder in reversed(folders):
             fault = ""
             try:
                 saved = load(folder / "state.pt")
-                for index, shard in enumerate(self.world.shards if self.replay is not None else ()):
+                for index, shard in enumerate(self.shards):
                     with np.load(folder / f"replay-{shard}") as arrays:
                         self.replay.load_shard(index, arrays, saved["replay"])
                     self.world.feed()
@@ -60,9 +60,14 @@ class Checkpoints:
                 self.logger.note(f"going on from {folder}")
                 return saved["run"]
             self.logger.note(f"{folder}: cannot be read ({faults[0]}); looking for an older checkpoint")
-        if steps:
+        if folders:
             raise BadInput(f"--resume: no checkpoint in {self.dir} can be read; name another --run-dir.")
         return {}
+
+    def _folders(self) -> list[Path]:
+        """Of all checkpoints, in the order of steps."""
+        names = [path.name for path in self.dir.glob("*") if path.name.isdecimal()]
+        return [self.dir / name for name in sorted(names, key=int)]
 
     def write(self, global_step: int, number: int) -> None:
         """Write the checkpoint of this number; if that fails, say so and go on."""
@@ -73,7 +78,7 @@ class Checkpoints:
         fault = ""
         try:
             part.mkdir(parents=True, exist_ok=True)
-            for index, shard in enumerate(self.world.shards if self.replay is not None else ()):
+            for index, shard in enumerate(self.shards):
                 arrays = self.replay.shard_state(index)
                 write_whole(part / f"replay-{shard}", lambda file, arrays=arrays: np.savez(file, **arrays))
                 self.world.feed()
@@ -94,10 +99,10 @@ class Checkpoints:
             return
         shutil.rmtree(folder, ignore_errors=True)  # one that could not be read
         part.rename(folder)
-        folders = {int(path.name): path for path in self.dir.iterdir() if path.name.isdecimal()}
-        newest = sorted(step for step in folders if step <= global_step)[-2:]
-        for step in folders.keys() - {*newest}:
-            shutil.rmtree(folders[step], ignore_errors=True)
+        folders = self._folders()
+        newest = folders.index(folder)
+        for other in folders[: max(newest - 1, 0)] + folders[newest + 1 :]:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def load_model(args: RunArgs, state: dict[str, Any]) -> None:

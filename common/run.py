@@ -52,7 +52,8 @@ class Run:
         self.sums: dict[str, Any] = Counter()  # of what was reported before, for each shard
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()  # by column
-        self.updating = False
+        self.column = "time/rollout"  # of the seconds from `lap_start` on
+        self.lap_start = time.perf_counter()
         self.needs_reset = True
         self.global_step = 0
         self.num_checkpoints = 0  # how many have been written
@@ -61,10 +62,9 @@ class Run:
             torch.compiler.reset()  # torch keeps eight graphs of a function, over all runs of a process
 
     def register(self, replay: Any = None, **state: Any) -> None:
-        """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
+        """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, compared and saved.
 
-        It is compared at evaluations, checkpoints and the end, and saved in checkpoints and, except optimisers
-        and generators, in model.pt. Of `replay`, a buffer, each rank has, and saves, a part of its own.
+        Of `replay`, a buffer, each rank has, and saves, a part of its own.
         """
         self.state |= state
         self.replay = self.replay if replay is None else replay
@@ -98,9 +98,8 @@ class Run:
         Returns what the loss reports, by name: scalars as (number of shards here,), and (b,) as (b,) again.
         A row of metrics.csv has the means of the scalars.
         """
-        if not self.updating:
-            self.lap("time/rollout")
-            self.updating = True
+        if self.column == "time/rollout":
+            self.lap("time/update")
         if loss not in self.gradients:
             self._require_registered(loss)
             self.gradients[loss] = Gradient(loss, self.world, self._compiles(sizes), self.logger.note)
@@ -166,7 +165,7 @@ class Run:
             self._evaluate()  # collective
             if self.world.stop:
                 raise Stopped(128 + self.world.stop)
-        self.lap()
+        self.lap_start = time.perf_counter()
 
     def reset_environments(self) -> np.ndarray:
         """Reset all environments, after a checkpoint from other seeds -> observations (n, *shape)."""
@@ -178,8 +177,7 @@ class Run:
     def row_due(self, global_step: int, log_every: int) -> bool:
         """Whether to log a row: every `log_every`, before a checkpoint, at the end. Call at each step."""
         before = self.global_step
-        self.lap("time/update" if self.updating else "time/rollout")
-        self.updating = False
+        self.lap()
         if crossed(STOP_PERIOD, before, global_step):
             self.world.poll_stop()  # collective
         if global_step == self.last_step or self.world.stop:
@@ -188,7 +186,7 @@ class Run:
 
     def log(self, global_step: int, more: dict[str, float]) -> None:
         """Write a row: means over all ranks of what losses reported and of ended episodes; `more` columns."""
-        self.lap("time/update" if self.updating else "time/rollout")
+        self.lap()
         for name in [*self.reported]:
             self._sum_reported(name)
         sums = np.column_stack([self.envs.pop_sums(), *self.sums.values()])
@@ -212,11 +210,11 @@ class Run:
         of_shards = [torch.stack(values).double().sum().item() for values in zip(*updates, strict=True)]
         self.sums[name] += np.array(of_shards)
 
-    def lap(self, column: str | None = None) -> None:
-        """Add the seconds since the last call to a column, or to none."""
+    def lap(self, column: str = "time/rollout") -> None:
+        """Count the seconds from now on for this column, those until now for the one of the last call."""
         now = time.perf_counter()
-        if column:
-            self.seconds[column] += now - self.lap_start
+        self.seconds[self.column] += now - self.lap_start
+        self.column = column
         self.lap_start = now
 
     def evaluate_and_checkpoint(self, global_step: int, may_checkpoint: bool = True) -> bool:
@@ -242,8 +240,7 @@ class Run:
                 self.num_checkpoints += 1
                 self.checkpoints.write(global_step, self.num_checkpoints)  # collective
                 self.needs_reset = True
-        self.updating = False
-        self.lap()
+        self.lap_start = time.perf_counter()
         return False
 
     def _evaluate(self) -> float:
