@@ -17,9 +17,8 @@ PERIOD = 64  # calls between two comparisons of numpy with the module, the same 
 class Policy:
     """The first result of `module` on arrays (n, ...) of this process's environments, each shard alone.
 
-    Where Linear, Tanh and ReLU layers, one after another, make the result of a vector, numpy computes them on the
-    parameters' own memory. The module acts for images, on a GPU and, which `note` says, for what more its
-    `forward` does, and where the two are found to differ.
+    Where only Linear, Tanh and ReLU layers make it of a vector, numpy computes them on the parameters' own
+    memory. Otherwise, which `note` says, on a GPU and for images, the module acts.
     """
 
     def __init__(self, module: nn.Module, world: World, note: Callable[[str], None]) -> None:
@@ -88,7 +87,7 @@ class Policy:
         return layers if tensor is obs else []
 
     def _steps(self, obs: np.ndarray, layers: list[nn.Module]) -> list[tuple]:
-        """For each layer its kind and, for Linear, weight and bias; none, and no layers, if results differ."""
+        """Each layer's kind and, for Linear, weight and bias; none from now on if results differ."""
         steps = [(type(layer), *(p.detach().numpy().T for p in layer.parameters())) for layer in layers]
         if steps:
             expected = self._torch(obs)

@@ -38,8 +38,7 @@ DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed
 class Logger(ExitStack):
     """Writes config.json, changes.diff, metrics.csv; prints progress; sends rows to wandb and TensorBoard.
 
-    `script`: its path; `columns`: its own. `dir`: the run directory, on rank 0. Raises `BadInput`, naming the
-    flag, for a directory that holds another run, is being written or cannot be.
+    `columns`: the script's own. Raises `BadInput` for a directory in which a run cannot write.
     """
 
     def __init__(self, args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> None:
@@ -49,7 +48,7 @@ class Logger(ExitStack):
         self.columns = (*COLUMNS_OF_ALL, *columns)
         self.world = world
         self.enabled = world.rank == 0
-        self.dir: Path | None = None
+        self.dir: Path | None = None  # the run directory, on rank 0
         self.latest: dict[str, float] = {}  # the newest number of each column
         self.shown = 0.0  # when progress was shown
         self.unshown = False  # whether there is a newer row
@@ -120,7 +119,7 @@ class Logger(ExitStack):
             return
         self.csv = self.dir / "metrics.csv"
         if state:
-            if not self.csv.exists() or self.csv.stat().st_size < state["length"]:
+            if self.csv.stat().st_size < state["length"]:
                 raise RuntimeError(f"{self.csv}: is shorter than at the checkpoint ({state['length']} bytes)")
             os.truncate(self.csv, state["length"])
             self.evaluated = state["evaluated"]
@@ -154,10 +153,7 @@ class Logger(ExitStack):
         return {"step": step, "length": self.csv.stat().st_size, "wall": wall, "evaluated": self.evaluated}
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
-        """Write a row: columns and their numbers, the rest stays blank. Every rank must call, with equal losses.
-
-        Raises `KeyError` for a name that `columns` lack; after the row, `FloatingPointError` for an infinite loss.
-        """
+        """Write a row: columns and their numbers, the rest stays blank. Every rank must call, with equal losses."""
         for name in row:
             if name not in self.columns:
                 raise KeyError(f"metrics.csv has no column {name}; add it to COLUMNS")
@@ -165,8 +161,8 @@ class Logger(ExitStack):
             self._write({"global_step": global_step} | row)
         for name, value in row.items():
             if name.startswith("losses/") and not math.isfinite(value):
-                advice = "try a lower learning rate"
-                raise FloatingPointError(f"step {global_step}: {name} is not finite; {advice}")
+                fault = "is not finite; try a lower learning rate"
+                raise FloatingPointError(f"step {global_step}: {name} {fault}")
 
     def _write(self, row: dict[str, float | int]) -> None:
         step = row["global_step"]
@@ -230,7 +226,7 @@ class Logger(ExitStack):
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any] | None = None, text: str = "") -> None:
-    """Fill a file of another name, with `text` or by `write`, then rename it: it is whole or not there."""
+    """Fill a file with `text` or by `write`: it is whole or not there."""
     part = path.with_name(f"{path.name}.part")
     with open(part, "wb") as file:
         write(file) if write else file.write(text.encode())
@@ -282,7 +278,7 @@ def processor() -> str:
 
 
 def require_same_run(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `BadInput`, naming the flag, unless the run that `now` describes may go on with `before`."""
+    """Raise `BadInput` unless the run that `now` describes may go on with `before`."""
     if before["script"] != now["script"] or before["columns"] != now["columns"]:
         raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or with other COLUMNS; name another.")
     for name, value in now["args"].items():

@@ -8,23 +8,17 @@ from common.tensors import default_float
 
 
 class RunningMoments:
-    """Running moments of arrays of `shape`, the same on all ranks. `m2`: the sum of squared deviations.
-
-    If not `enabled`, nothing is counted, and `normalized` and `scaled` return their arguments.
-    """
+    """Running moments of arrays of `shape`, the same on all ranks; if not `enabled`, nothing is done to them."""
 
     def __init__(self, shape: tuple[int, ...] = (), enabled: bool = True) -> None:
         self.shape = shape
         self.enabled = enabled
         self.count = 0.0
         self.mean = np.zeros(shape)
-        self.m2 = np.zeros(shape)
+        self.m2 = np.zeros(shape)  # the sum of squared deviations
 
     def update(self, x: np.ndarray, world: World) -> None:
-        """Add (T, n, *shape) of this rank's n environments. Every rank must call.
-
-        Moments are merged as by Chan et al. (1979), so that large squares do not cancel.
-        """
+        """Add (T, n, *shape) of this rank's n environments. Every rank must call."""
         if not self.enabled:
             return
         of_shards = []
@@ -32,6 +26,7 @@ class RunningMoments:
             part = part.reshape(-1, *self.shape).astype(np.float64)
             mean = part.mean(0)
             of_shards.append([len(part), *mean.ravel(), *((part - mean) ** 2).sum(0).ravel()])
+        # merged as by Chan et al. (1979), so that large squares do not cancel
         for count, *moments in world.gather_shards(of_shards):  # collective
             mean, m2 = np.reshape(moments, (2, *self.shape))
             total = self.count + count
@@ -56,7 +51,8 @@ class RunningMoments:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, as tensors, which `torch.load(weights_only=True)` reads."""
-        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("count", "mean", "m2")}
+        names = ("count", "mean", "m2")
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in names}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.count = state["count"].item()
@@ -67,9 +63,9 @@ class RunningMoments:
 def discounted_returns(
     rewards: np.ndarray, dones: np.ndarray, gamma: float, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums R_t = gamma R_{t-1} + r_t since the episode's start, (T, n): their deviation scales rewards.
+    """Sums R_t = gamma R_{t-1} + r_t since the episode's start (T, n), and the R (n,) of the next call's `before`.
 
-    `dones` (T, n): a sum ends after that step. `before` (n,): R of the step before. Returns the next one too.
+    `dones` (T, n): a sum ends after that step.
     """
     returns = np.empty(rewards.shape)
     for step in range(len(rewards)):
@@ -79,7 +75,7 @@ def discounted_returns(
 
 
 def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
-    """x -> mean 0, variance 1 (by N - 1) over all ranks and the last `dims` axes, of which shards have equal parts."""
+    """Mean 0, variance 1 (by N - 1) over all ranks and the last `dims` axes; shards have equal parts of the last."""
     kept = x.shape[: x.ndim - dims]
     count = x[(0,) * len(kept)].numel() * world.world_size
     sums = []
@@ -94,10 +90,11 @@ def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
 
 
 def explained_variance(advantages: np.ndarray, values: np.ndarray, world: World) -> dict[str, float]:
-    """The part of the variance of returns that values (T, n) explain, over all ranks; none where returns are equal."""
+    """The part of the variance of returns that values (T, n) explain; none where returns are equal."""
     sums = []
     for part in np.split(np.stack([advantages, values]).astype(np.float64), len(world.shards), axis=2):
-        residuals, returns = part[0].ravel(), part.sum(0).ravel()
+        residuals = part[0].ravel()
+        returns = part.sum(0).ravel()
         sums.append([returns.size, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
     count, *moments = world.gather_shards(sums).sum(0)  # collective
     residual, target = [square - total**2 / count for total, square in np.reshape(moments, (2, 2))]

@@ -10,10 +10,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 
 class Pool(VectorEnv):
-    """EnvPool environments that reset in the step that ends an episode, each from a seed of its own.
+    """A dictionary is observed as one vector. With `life_loss` a lost life of an Atari game terminates.
 
-    A dictionary is observed as one vector. `game_over` in the infos: where an Atari game ended; with `life_loss` a
-    lost life terminates. Raises `gym.error.Error` for a task that EnvPool cannot make.
+    Raises `gym.error.Error` for a task that EnvPool cannot make.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -44,7 +43,7 @@ class Pool(VectorEnv):
 
     def reset(self, *, seed: list[int], options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.pool = None  # its threads end before others begin
-        self.pool = self.make(num_envs=self.num_envs, seed=seed)  # the only time at which it takes seeds
+        self.pool = self.make(num_envs=self.num_envs, seed=seed)  # it takes no seeds later
         obs, infos = self.pool.reset()
         self.lives = infos.get("lives")
         return self._as_array(obs), {}

@@ -1,4 +1,4 @@
-"""What surrounds a training loop: gradients, rows of metrics, what is done periodically; and its opening."""
+"""What surrounds a training loop: gradients, rows of metrics, what is done periodically."""
 
 import time
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from common.arguments import RunArgs
 from common.encoders import is_large
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
-from common.processes import BadInput, Stopped, World, one_line, process_kept
+from common.processes import BadInput, World, one_line, process_kept
 from common.shards import Gradient
 from common.tensors import check_equal, for_model, state_of, upload
 
@@ -32,11 +32,7 @@ def crossed(period: int, before: int, now: int) -> bool:
 
 
 class Run:
-    """One run of a script, on this rank. Every rank must call each method.
-
-    `needs_reset`: at the beginning and after each checkpoint, until `reset_environments` is called.
-    `global_step`: transitions of all ranks at the last call of `evaluate_and_checkpoint`.
-    """
+    """One run of a script, on this rank. Every rank must call each method."""
 
     def __init__(self, args: RunArgs, world: World, envs: Environments, logger: Logger) -> None:
         self.args = args
@@ -54,18 +50,15 @@ class Run:
         self.seconds: Counter[str] = Counter()  # by column
         self.column = "time/rollout"  # of the seconds from `lap_start` on
         self.lap_start = time.perf_counter()
-        self.needs_reset = True
-        self.global_step = 0
+        self.needs_reset = True  # at the beginning and after each checkpoint
+        self.global_step = 0  # at the last call of `evaluate_and_checkpoint`
         self.num_checkpoints = 0  # how many have been written
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, due or not
         if args.compile:
             torch.compiler.reset()  # torch keeps eight graphs of a function, over all runs of a process
 
     def register(self, replay: Any = None, **state: Any) -> None:
-        """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, compared and saved.
-
-        Of `replay`, a buffer, each rank has, and saves, a part of its own.
-        """
+        """What is equal on all ranks, and so is compared and saved; of `replay`, a buffer, each saves its part."""
         self.state |= state
         self.replay = self.replay if replay is None else replay
 
@@ -95,8 +88,7 @@ class Run:
         """Run a loss and its backward; set `.grad` to the mean over all shards of all ranks.
 
         `inputs`: nested tensors (b, ...), one shard's rows after another's: `sizes` each, or equally many.
-        Returns what the loss reports, by name: scalars as (number of shards here,), and (b,) as (b,) again.
-        A row of metrics.csv has the means of the scalars.
+        Returns what the loss reports, by name: (b,), or scalars, of which `log` writes means, as (shards here,).
         """
         if self.column == "time/rollout":
             self.lap("time/update")
@@ -141,7 +133,7 @@ class Run:
     def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int) -> None:
         """Go on from a checkpoint or load a model, and evaluate before anything is learned.
 
-        `last_step`: transitions at the end of the run. `act`: a shard's observations (n, *shape) -> actions.
+        `last_step`: of the run. `act`: a shard's observations (n, *shape) -> actions.
         """
         args = self.args
         self.act = act
@@ -163,8 +155,6 @@ class Run:
         self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}, {self.device}")
         if args.eval_every and not self.global_step:
             self._evaluate()  # collective
-            if self.world.stop:
-                raise Stopped(128 + self.world.stop)
         self.lap_start = time.perf_counter()
 
     def reset_environments(self) -> np.ndarray:
@@ -175,7 +165,7 @@ class Run:
         return self.envs.reset(self.num_checkpoints)
 
     def row_due(self, global_step: int, log_every: int) -> bool:
-        """Whether to log a row: every `log_every`, before a checkpoint, at the end. Call at each step."""
+        """Whether to log a row: every `log_every`, before a checkpoint, at the end."""
         before = self.global_step
         self.lap()
         if crossed(STOP_PERIOD, before, global_step):
@@ -185,7 +175,7 @@ class Run:
         return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
 
     def log(self, global_step: int, more: dict[str, float]) -> None:
-        """Write a row: means over all ranks of what losses reported and of ended episodes; `more` columns."""
+        """Write a row: means of what losses reported and of ended episodes; `more` columns."""
         self.lap()
         for name in [*self.reported]:
             self._sum_reported(name)
@@ -211,7 +201,7 @@ class Run:
         self.sums[name] += np.array(of_shards)
 
     def lap(self, column: str = "time/rollout") -> None:
-        """Count the seconds from now on for this column, those until now for the one of the last call."""
+        """Count the seconds from now on for this column, those before for the last call's."""
         now = time.perf_counter()
         self.seconds[self.column] += now - self.lap_start
         self.column = column

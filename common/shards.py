@@ -26,9 +26,8 @@ class Gradient:
     """Runs a loss and its backward on a batch; leaves in `.grad` the mean over all shards of all ranks.
 
     `loss`: a module, or DDP around it, which returns the loss and a dict of tensors. DDP averages over ranks
-    itself or, if there are shards or shared memory, by the communication hook `_average`. `compiles`: loss and
-    gradient, into one graph; where that fails, `note` says why.
-    Raises `BadInput` for a module whose random numbers or statistics would differ between processes.
+    itself or, if there are shards or shared memory, by the hook `_average`. `compiles`: loss and gradient, into
+    one graph. Raises `BadInput` for random numbers or statistics that would differ between processes.
     """
 
     def __init__(self, loss: nn.Module, world: World, compiles: bool, note: Callable[[str], None]) -> None:
@@ -51,7 +50,7 @@ class Gradient:
             loss.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
     def __call__(self, inputs: Any, sizes: list[int] | None) -> list[Stats]:
-        """Nested tensors (b, ...), `sizes` or equal parts for each shard -> what the loss reports. Collective."""
+        """`inputs` as in `Run.backward` -> what the loss reports for each shard here. Collective."""
         *earlier, last = split(inputs, sizes, len(self.world.shards)) if self.world.sharded else [inputs]
         if self.compiles:
             self._compile(last)  # collective
@@ -93,7 +92,7 @@ class Gradient:
             p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: in the last shard's backward, the mean of a bucket over all shards."""
+        """DDP's hook: in the last shard's backward, the mean of a bucket over all shards."""
         buffer = bucket.buffer()
         if self.gradients:
             # contiguous views, though the bucket keeps each parameter's order of axes
@@ -132,10 +131,10 @@ class Gradient:
 
 
 def split(nest: Any, sizes: list[int] | None, num_parts: int) -> list[Any]:
-    """Nested tensors (b, ...) -> the same for each part, in memory of its own: kernels may round by address."""
+    """Nested tensors (b, ...) -> the same for each part, in memory of its own."""
     leaves, spec = tree_flatten(nest)
     parts = zip(*(x.split(sizes or len(x) // num_parts) for x in leaves), strict=True)
-    return [tree_unflatten([x.clone() for x in part], spec) for part in parts]
+    return [tree_unflatten([x.clone() for x in part], spec) for part in parts]  # kernels may round by address
 
 
 def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
