@@ -1,5 +1,6 @@
 """The run directory and what is written there; rank 0 writes, on other ranks the same calls do nothing."""
 
+import datetime
 import json
 import math
 import os
@@ -10,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,16 +36,13 @@ DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed
 
 
 class Logger(ExitStack):
-    """Writes config.json, changes.diff, metrics.csv; prints progress; sends rows to wandb and TensorBoard.
-
-    `columns`: the script's own. Raises `BadInput` for a directory in which a run cannot write.
-    """
+    """Writes config.json, changes.diff, metrics.csv; prints progress; sends rows to wandb and TensorBoard."""
 
     def __init__(self, args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> None:
         super().__init__()
         self.args = args
         self.script = script
-        self.columns = (*COLUMNS_OF_ALL, *columns)
+        self.columns = (*COLUMNS_OF_ALL, *columns)  # the script's own too
         self.world = world
         self.enabled = world.rank == 0
         self.dir: Path | None = None  # the run directory, on rank 0
@@ -63,7 +60,8 @@ class Logger(ExitStack):
         args = self.args
         try:
             env_id = args.env_id.replace("/", "-").replace(":", "-")
-            name = f"{env_id}__{self.script.stem}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # microseconds tell runs of a sweep apart
+            name = f"{env_id}__{self.script.stem}__{args.seed}__{now}"
             self.dir = Path(args.run_dir or Path("runs", name)).absolute()
             self.dir.mkdir(parents=True, exist_ok=bool(args.run_dir))
             self.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
@@ -205,8 +203,6 @@ class Logger(ExitStack):
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self.enabled:
-            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-            text = text.encode(encoding, "replace").decode(encoding)  # a console may know fewer letters
             try:
                 print(text, flush=True) if self.bar is None else self.bar.write(text)
             except OSError:  # nobody reads it, or a disk is full: no reason to stop learning

@@ -1,6 +1,5 @@
 """EnvPool's environments (ids `envpool/...`), which C++ threads simulate, as a gymnasium vector."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -31,9 +30,8 @@ class Pool(VectorEnv):
             raise gym.error.Error(f"EnvPool's {task} has several players; it must have one.")
         self.atari = "full_action_space" in config
         self.life_loss = self.atari and life_loss
-        with warnings.catch_warnings(action="ignore"):  # that bounds of spaces lose digits
-            space = one.observation_space
-            self.single_action_space = one.action_space
+        space = one.observation_space
+        self.single_action_space = one.action_space
         self.keys = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
         self.single_observation_space = gym.spaces.flatten_space(space) if self.keys else space
 

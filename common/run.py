@@ -255,7 +255,7 @@ class Run:
 def open_run(
     args: RunArgs, script: str, columns: tuple[str, ...], action_spaces: tuple[type[gym.Space], ...]
 ) -> Iterator[Run]:
-    """Open the environments, the run directory, with the script's own `columns`, and the process group."""
+    """Open environments, the run directory, with the script's `columns`, and the process group."""
     world = World(args.cuda, args.shards)
     divisor = "--shards" if world.sharded else "the number of processes"
     args.require_multiple("num_envs", world.num_shards, divisor)

@@ -1,8 +1,7 @@
 """Shards: groups of environments, whose arithmetic is the same on any number of processes.
 
-Sums and products round differently in arrays of another shape. So networks run on each shard's numbers
-alone, and sums over shards have one order: gradients are added along a binary tree, all else along a table
-of all shards (`World.gather_shards`). Without `--shards` each process is one shard.
+Arithmetic rounds differently in arrays of another shape. So networks run on each shard's numbers alone, and
+sums over shards have one order: gradients along a binary tree, all else along a table (`World.gather_shards`).
 """
 
 import weakref

@@ -17,10 +17,7 @@ from common.processes import generators_kept
 
 @generators_kept()
 def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
-    """Write the episode, of `args.env_id`, as H.264 (mp4) with a picture for each step.
-
-    Raises what a simulator that cannot draw raises, `OSError`, and `ValueError` for another return than before.
-    """
+    """Write the episode as H.264 (mp4). Raises `ValueError` for another return than before."""
     import av
 
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
