@@ -18,7 +18,7 @@ from common.arguments import RunArgs
 from common.encoders import is_large
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
-from common.processes import BadInput, World, one_line, process_kept
+from common.processes import BadInput, Stopped, World, one_line, process_kept
 from common.shards import Gradient
 from common.tensors import check_equal, for_model, state_of, upload
 
@@ -155,6 +155,8 @@ class Run:
         self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}, {self.device}")
         if args.eval_every and not self.global_step:
             self._evaluate()  # collective
+            if self.world.stop:
+                raise Stopped(128 + self.world.stop)
         self.lap_start = time.perf_counter()
 
     def reset_environments(self) -> np.ndarray:
