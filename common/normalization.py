@@ -63,10 +63,7 @@ class RunningMoments:
 def discounted_returns(
     rewards: np.ndarray, dones: np.ndarray, gamma: float, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums R_t = gamma R_{t-1} + r_t since the episode's start (T, n), and the R (n,) of the next call's `before`.
-
-    `dones` (T, n): a sum ends after that step.
-    """
+    """R_t = gamma R_{t-1} + r_t (T, n) within episodes, which end with `dones`; and the next call's `before` (n,)."""
     returns = np.empty(rewards.shape)
     for step in range(len(rewards)):
         returns[step] = gamma * before + rewards[step]
