@@ -233,7 +233,7 @@ def train(args: Args, run: Run) -> None:
     loss_fn = TDLoss(q_network, target_network, args, world.num_shards)
     # DDP: it hooks `forward` and nothing else, so it wraps the loss; acting uses the bare network
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
-    policy = run.policy(q_network, nn.Sequential(q_network.network, q_network.head))  # by numpy for vectors
+    policy = run.policy(q_network)  # by numpy for vectors
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""

@@ -390,7 +390,7 @@ def train(args: Args, run: Run) -> None:
     # acting and bootstrapping use the bare agent
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
     ddp_aux_loss = DDP(aux_loss_fn, **world.ddp_options) if world.world_size > 1 else aux_loss_fn  # collective
-    policy = run.policy(agent, agent.actor)  # arrays -> out, for vectors by numpy
+    policy = run.policy(agent)  # arrays -> out, for vectors by numpy
 
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)
@@ -474,7 +474,7 @@ def train(args: Args, run: Run) -> None:
         phase_returns.append(batch[-1])
         phase_ends = iteration % n_pi == 0
         if args.aux_epochs and phase_ends:
-            run.lap("time/update")
+            run.lap("time/aux")
             all_obs = phase_obs.reshape(-1, *phase_obs.shape[2:])  # (n_pi * num_steps, n, *shape): a GPU may hold less
             all_returns = torch.cat([*phase_returns])
             parts = (run.upload(obs_moments.normalized(x)) for x in phase_obs)  # one at a time
@@ -493,7 +493,7 @@ def train(args: Args, run: Run) -> None:
                     aux_optimizer.step()
                 if world.poll_stop():  # collective
                     break
-            run.lap("time/aux")
+            run.lap("time/update")
 
         row = {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= explained_variance(advantages, values, world)  # collective

@@ -321,7 +321,7 @@ def train(args: Args, run: Run) -> None:
     loss_fn = PPOLoss(agent, args)
     # DDP: it hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
-    policy = run.policy(agent, nn.Sequential(agent.network, agent.actor))  # arrays -> out, for vectors by numpy
+    policy = run.policy(agent)  # arrays -> out, for vectors by numpy
 
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)

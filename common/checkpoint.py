@@ -1,13 +1,13 @@
 """Checkpoints: a killed run goes on, on any number of processes, to the bytes of one that never stopped.
 
-A simulator cannot be saved in general. So a checkpoint also truncates all running episodes, and all
-environments start anew from other seeds, in an undisturbed run too. `checkpoints/{global_step}` in the run
-directory holds state.pt (what is equal on all ranks) and a file for each shard of a replay buffer. It gets
-its name when it is complete.
+Simulators cannot be saved in general. So at a checkpoint all running episodes are truncated, and all
+environments start anew from other seeds. `checkpoints/{global_step}` holds state.pt (what is equal on all
+ranks) and a file for each shard of a replay buffer, and gets its name when it is complete.
 """
 
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,24 @@ load = partial(torch.load, map_location="cpu", weights_only=True)
 
 
 class Checkpoints:
-    """Writes checkpoints and keeps the newest two. `state`: equal on all ranks; `replay`: a buffer, or None.
-
-    Raises `BadInput`, naming the flag, where a checkpoint could not keep the promise. Every rank must call.
-    """
+    """Writes checkpoints and keeps the newest two. `state`: equal on all ranks; `replay`: a buffer, or None."""
 
     def __init__(self, world: World, logger: Logger, state: dict[str, Any], replay: Any) -> None:
         self.world = world
         self.logger = logger
         self.replay = replay
+        self.shards = range(0) if replay is None else world.shards
+        self.kept: list[Path] = []  # folders, at most two
         self.state = {**state, "torch": torch.default_generator}
         if world.world_size > 2 and not world.sharded:
-            # three ranks' numbers are added in an order that moves with DDP's buckets, laid out at each start
+            # three ranks' sums depend on DDP's buckets, which each start lays out anew
             raise BadInput(f"--shards: must be set with --checkpoint-every on {world.world_size} processes.")
         self.dir = world.gather_objects(logger.dir)[0] / "checkpoints"  # collective: rank 0's
         if not all(world.gather_objects(self.dir.parent.exists())):  # collective
             raise BadInput(f"--run-dir {self.dir.parent}: must be on a file system that all ranks share.")
 
     def read_newest(self) -> dict[str, Any]:
-        """Go on from the newest checkpoint that can be read -> what it says of the run, maybe nothing."""
+        """Go on from the newest checkpoint that can be read, if there is one -> what it says of the run."""
         steps = sorted((int(path.name) for path in self.dir.glob("*") if path.name.isdecimal()), reverse=True)
         steps = self.world.gather_objects(steps)[0]  # collective
         for step in steps:
@@ -48,7 +47,7 @@ class Checkpoints:
             fault = ""
             try:
                 saved = load(folder / "state.pt")
-                for index, shard in enumerate(self.world.shards if self.replay is not None else ()):
+                for index, shard in enumerate(self.shards):
                     with np.load(folder / f"replay-{shard}") as arrays:
                         self.replay.load_shard(index, arrays, saved["replay"])
                     self.world.feed()
@@ -57,6 +56,7 @@ class Checkpoints:
             faults = [x for x in self.world.gather_objects(fault) if x]  # collective
             if not faults:
                 restore(self.state, saved, f"--run-dir {folder}")
+                self.kept = [folder]
                 self.logger.note(f"going on from {folder}")
                 return saved["run"]
             self.logger.note(f"{folder}: cannot be read ({faults[0]}); looking for an older checkpoint")
@@ -73,15 +73,14 @@ class Checkpoints:
         fault = ""
         try:
             part.mkdir(parents=True, exist_ok=True)
-            for index, shard in enumerate(self.world.shards if self.replay is not None else ()):
+            for index, shard in enumerate(self.shards):
                 arrays = self.replay.shard_state(index)
                 write_whole(part / f"replay-{shard}", lambda file, arrays=arrays: np.savez(file, **arrays))
                 self.world.feed()
             if self.world.rank == 0:
                 saved = {name: state_of(value) for name, value in self.state.items()}
-                saved["run"] = {"global_step": global_step, "num_checkpoints": number}
-                saved["run"]["logger"] = self.logger.state()
-                saved["replay"] = state_of(self.replay)
+                run = {"global_step": global_step, "num_checkpoints": number, "logger": self.logger.state()}
+                saved |= {"run": run, "replay": state_of(self.replay)}
                 write_whole(part / "state.pt", partial(torch.save, saved))
         except (OSError, RuntimeError) as error:  # torch raises its own for a full disk's
             fault = one_line(error)
@@ -94,17 +93,14 @@ class Checkpoints:
             return
         shutil.rmtree(folder, ignore_errors=True)  # one that could not be read
         part.rename(folder)
-        folders = {int(path.name): path for path in self.dir.iterdir() if path.name.isdecimal()}
-        newest = sorted(step for step in folders if step <= global_step)[-2:]
-        for step in folders.keys() - {*newest}:
-            shutil.rmtree(folders[step], ignore_errors=True)
+        self.kept = [*self.kept[-1:], folder]
+        for path in self.dir.iterdir():
+            if path.name.isdecimal() and path not in self.kept:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def load_model(args: RunArgs, state: dict[str, Any]) -> None:
-    """Give networks and normalisers the values of --load-model, which every rank reads.
-
-    Raises `BadInput`, naming the flag, for a file that cannot be read or does not fit.
-    """
+    """Give networks and normalisers the values of --load-model. Raises `BadInput` for what does not fit."""
     path = args.load_model
     try:
         model = load(path)

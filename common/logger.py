@@ -1,6 +1,6 @@
 """The run directory and what is written there; rank 0 writes, on other ranks the same calls do nothing."""
 
-import itertools
+import datetime
 import json
 import math
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import filelock
 import torch
@@ -35,20 +35,17 @@ PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minata
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed", "versions")  # of config.json
 
 
-class Logger:
-    """Writes config.json, changes.diff, metrics.csv; prints progress; sends rows to wandb and TensorBoard.
-
-    `script`: its path; `columns`: its own. `dir`: the run directory, on rank 0. Raises `BadInput`, naming the
-    flag, for a directory that holds another run, is being written or cannot be.
-    """
+class Logger(ExitStack):
+    """Writes config.json, changes.diff, metrics.csv; prints progress; sends rows to wandb and TensorBoard."""
 
     def __init__(self, args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> None:
+        super().__init__()
         self.args = args
         self.script = script
-        self.columns = (*COLUMNS_OF_ALL, *columns)
+        self.columns = (*COLUMNS_OF_ALL, *columns)  # the script's own too
         self.world = world
         self.enabled = world.rank == 0
-        self.dir: Path | None = None
+        self.dir: Path | None = None  # the run directory, on rank 0
         self.latest: dict[str, float] = {}  # the newest number of each column
         self.shown = 0.0  # when progress was shown
         self.unshown = False  # whether there is a newer row
@@ -56,16 +53,18 @@ class Logger:
         self.bar: Any = None  # of tqdm, on a terminal
         self.wandb: Any = None
         self.tensorboard: Any = None
-        self.opened = ExitStack()
         if self.enabled:
             self._open()
 
     def _open(self) -> None:
         args = self.args
         try:
-            self.dir = Path(args.run_dir).absolute() if args.run_dir else new_directory(args, self.script)
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.opened.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
+            env_id = args.env_id.replace("/", "-").replace(":", "-")
+            now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # microseconds tell runs of a sweep apart
+            name = f"{env_id}__{self.script.stem}__{args.seed}__{now}"
+            self.dir = Path(args.run_dir or Path("runs", name)).absolute()
+            self.dir.mkdir(parents=True, exist_ok=bool(args.run_dir))
+            self.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
         except filelock.Timeout as error:
             fault = "another process is writing there; end it, or name another"
             raise BadInput(f"--run-dir {self.dir}: {fault}.") from error
@@ -108,6 +107,7 @@ class Logger:
             advice = "run `wandb login`, or set WANDB_MODE=offline"
             raise BadInput(f"--track: {one_line(error)}; {advice}.") from error
         id_file.write_text(self.wandb.id)
+        self.push(lambda kind, error, traceback: self.wandb.finish(exit_code=int(error is not None)))
 
     def start(self, state: dict[str, float] | None) -> None:
         """Start the clock and write the first files, or go on from a checkpoint's `state`."""
@@ -117,7 +117,7 @@ class Logger:
             return
         self.csv = self.dir / "metrics.csv"
         if state:
-            if not self.csv.exists() or self.csv.stat().st_size < state["length"]:
+            if self.csv.stat().st_size < state["length"]:
                 raise RuntimeError(f"{self.csv}: is shorter than at the checkpoint ({state['length']} bytes)")
             os.truncate(self.csv, state["length"])
             self.evaluated = state["evaluated"]
@@ -133,10 +133,14 @@ class Logger:
 
             purge_step = state["step"] + 1 if state else 0
             self.tensorboard = SummaryWriter(self.dir / "tensorboard", purge_step=purge_step)
+            self.callback(self.tensorboard.close)
         if sys.stdout.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=self.args.total_timesteps, file=sys.stdout)
+            self.callback(self.bar.close)
+        else:
+            self.callback(self._show)
 
     def state(self) -> dict[str, float]:
         """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
@@ -147,10 +151,7 @@ class Logger:
         return {"step": step, "length": self.csv.stat().st_size, "wall": wall, "evaluated": self.evaluated}
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
-        """Write a row: columns and their numbers, the rest stays blank. Every rank must call, with equal losses.
-
-        Raises `KeyError` for a name that `columns` lack; after the row, `FloatingPointError` for an infinite loss.
-        """
+        """Write a row: columns and their numbers, the rest stays blank. Every rank must call, with equal losses."""
         for name in row:
             if name not in self.columns:
                 raise KeyError(f"metrics.csv has no column {name}; add it to COLUMNS")
@@ -158,8 +159,8 @@ class Logger:
             self._write({"global_step": global_step} | row)
         for name, value in row.items():
             if name.startswith("losses/") and not math.isfinite(value):
-                advice = "try a lower learning rate"
-                raise FloatingPointError(f"step {global_step}: {name} is not finite; {advice}")
+                fault = "is not finite; try a lower learning rate"
+                raise FloatingPointError(f"step {global_step}: {name} {fault}")
 
     def _write(self, row: dict[str, float | int]) -> None:
         step = row["global_step"]
@@ -186,7 +187,9 @@ class Logger:
             self._show()
 
     def _show(self) -> None:
-        """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
+        """Show progress, if there is any: on a terminal in a bar with the time left, otherwise in a line."""
+        if not self.unshown:
+            return
         self.shown = time.perf_counter()
         self.unshown = False
         step = self.latest["global_step"]
@@ -200,10 +203,10 @@ class Logger:
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self.enabled:
-            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-            text = text.encode(encoding, "replace").decode(encoding)  # a console may know fewer letters
             try:
                 print(text, flush=True) if self.bar is None else self.bar.write(text)
+            except UnicodeEncodeError:  # a console may know fewer letters
+                print(ascii(text), flush=True)
             except OSError:  # nobody reads it, or a disk is full: no reason to stop learning
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -219,34 +222,9 @@ class Logger:
                 self.note(f"--capture-video: no film ({type(error).__name__}: {one_line(error)})")
             self.evaluated += time.perf_counter() - started
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        with self.opened:
-            if self.bar is not None:
-                self.bar.close()
-            elif self.unshown:
-                self._show()
-            if self.wandb:
-                self.wandb.finish(exit_code=int(error is not None))
-            if self.tensorboard:
-                self.tensorboard.close()
-
-
-def new_directory(args: RunArgs, script: Path) -> Path:
-    """Make the default directory of a run, which no other run has."""
-    env_id = args.env_id.replace("/", "-").replace(":", "-")
-    name = f"{env_id}__{script.stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(1):
-        path = Path("runs", name if number == 1 else f"{name}_{number}").absolute()
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
-
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any] | None = None, text: str = "") -> None:
-    """Fill a file of another name, with `text` or by `write`, then rename it: it is whole or not there."""
+    """Fill a file with `text` or by `write`: it is whole or not there."""
     part = path.with_name(f"{path.name}.part")
     with open(part, "wb") as file:
         write(file) if write else file.write(text.encode())
@@ -298,7 +276,7 @@ def processor() -> str:
 
 
 def require_same_run(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `BadInput`, naming the flag, unless the run that `now` describes may go on with `before`."""
+    """Raise `BadInput` unless the run that `now` describes may go on with `before`."""
     if before["script"] != now["script"] or before["columns"] != now["columns"]:
         raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or with other COLUMNS; name another.")
     for name, value in now["args"].items():

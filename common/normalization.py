@@ -8,23 +8,17 @@ from common.tensors import default_float
 
 
 class RunningMoments:
-    """Running moments of arrays of `shape`, the same on all ranks. `m2`: the sum of squared deviations.
-
-    If not `enabled`, nothing is counted, and `normalized` and `scaled` return their arguments.
-    """
+    """Running moments of arrays of `shape`, the same on all ranks; if not `enabled`, nothing is done to them."""
 
     def __init__(self, shape: tuple[int, ...] = (), enabled: bool = True) -> None:
         self.shape = shape
         self.enabled = enabled
         self.count = 0.0
         self.mean = np.zeros(shape)
-        self.m2 = np.zeros(shape)
+        self.m2 = np.zeros(shape)  # the sum of squared deviations
 
     def update(self, x: np.ndarray, world: World) -> None:
-        """Add (T, n, *shape) of this rank's n environments. Every rank must call.
-
-        Moments are merged as by Chan et al. (1979), so that large squares do not cancel.
-        """
+        """Add (T, n, *shape) of this rank's n environments. Every rank must call."""
         if not self.enabled:
             return
         of_shards = []
@@ -32,6 +26,7 @@ class RunningMoments:
             part = part.reshape(-1, *self.shape).astype(np.float64)
             mean = part.mean(0)
             of_shards.append([len(part), *mean.ravel(), *((part - mean) ** 2).sum(0).ravel()])
+        # merged as by Chan et al. (1979), so that large squares do not cancel
         for count, *moments in world.gather_shards(of_shards):  # collective
             mean, m2 = np.reshape(moments, (2, *self.shape))
             total = self.count + count
@@ -47,9 +42,7 @@ class RunningMoments:
 
     def normalized(self, x: np.ndarray) -> np.ndarray:
         """(x - mean) / std, clipped at +-10, in torch's default dtype."""
-        if not self.enabled:
-            return x
-        return ((x - self.mean) / self.std).clip(-10, 10).astype(default_float())
+        return ((x - self.mean) / self.std).clip(-10, 10).astype(default_float()) if self.enabled else x
 
     def scaled(self, x: np.ndarray) -> np.ndarray:
         """x / std, clipped at +-10, in torch's default dtype."""
@@ -58,12 +51,10 @@ class RunningMoments:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies, as tensors, which `torch.load(weights_only=True)` reads."""
-        values = {"count": self.count, "mean": self.mean, "m2": self.m2}
-        return {name: torch.tensor(x, dtype=torch.float64) for name, x in values.items()}
+        names = ("count", "mean", "m2")
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in names}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        if self.enabled != bool(state["count"] > 0):
-            raise ValueError("it was normalised, or not, with another --norm-obs or --norm-reward")
         self.count = state["count"].item()
         self.mean = state["mean"].numpy()
         self.m2 = state["m2"].numpy()
@@ -72,10 +63,7 @@ class RunningMoments:
 def discounted_returns(
     rewards: np.ndarray, dones: np.ndarray, gamma: float, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums R_t = gamma R_{t-1} + r_t since the episode's start, (T, n): their deviation scales rewards.
-
-    `dones` (T, n): a sum ends after that step. `before` (n,): R of the step before. Returns the next one too.
-    """
+    """R_t = gamma R_{t-1} + r_t (T, n) within episodes, which end with `dones`; and the next call's `before` (n,)."""
     returns = np.empty(rewards.shape)
     for step in range(len(rewards)):
         returns[step] = gamma * before + rewards[step]
@@ -84,10 +72,7 @@ def discounted_returns(
 
 
 def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
-    """x, whose last axis has equal parts for each shard here -> mean 0, variance 1 (by N - 1).
-
-    Over the last `dims` axes and all ranks.
-    """
+    """Mean 0, variance 1 (by N - 1) over all ranks and the last `dims` axes; shards have equal parts of the last."""
     kept = x.shape[: x.ndim - dims]
     count = x[(0,) * len(kept)].numel() * world.world_size
     sums = []
@@ -102,15 +87,11 @@ def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
 
 
 def explained_variance(advantages: np.ndarray, values: np.ndarray, world: World) -> dict[str, float]:
-    """The part of the variance of returns that the values explain: (T, n) of this rank's n environments.
-
-    Over all ranks, as a column; no column where all returns are equal.
-    """
+    """The part of the variance of returns that values (T, n) explain; none where returns are equal."""
     sums = []
-    parts = [np.split(x, len(world.shards), axis=1) for x in (advantages, values)]
-    for residuals, value in zip(*parts, strict=True):
-        residuals = residuals.astype(np.float64).ravel()
-        returns = value.astype(np.float64).ravel() + residuals
+    for part in np.split(np.stack([advantages, values]).astype(np.float64), len(world.shards), axis=2):
+        residuals = part[0].ravel()
+        returns = part.sum(0).ravel()
         sums.append([returns.size, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum()])
     count, *moments = world.gather_shards(sums).sum(0)  # collective
     residual, target = [square - total**2 / count for total, square in np.reshape(moments, (2, 2))]

@@ -1,6 +1,5 @@
 """EnvPool's environments (ids `envpool/...`), which C++ threads simulate, as a gymnasium vector."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -10,11 +9,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 
 class Pool(VectorEnv):
-    """EnvPool environments that reset in the step that ends an episode, each from a seed of its own.
+    """A dictionary is observed as one vector. With `life_loss` a lost life of an Atari game terminates.
 
-    EnvPool takes seeds only when it makes environments, so `reset` makes them anew. A dictionary is observed as
-    one vector. `game_over` in the infos shows where an Atari game ended; with `life_loss` a lost life
-    terminates. Raises `gym.error.Error` for a task that EnvPool cannot make.
+    Raises `gym.error.Error` for a task that EnvPool cannot make.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -33,9 +30,8 @@ class Pool(VectorEnv):
             raise gym.error.Error(f"EnvPool's {task} has several players; it must have one.")
         self.atari = "full_action_space" in config
         self.life_loss = self.atari and life_loss
-        with warnings.catch_warnings(action="ignore"):  # that bounds of spaces lose digits
-            space = one.observation_space
-            self.single_action_space = one.action_space
+        space = one.observation_space
+        self.single_action_space = one.action_space
         self.keys = list(space.spaces) if isinstance(space, gym.spaces.Dict) else []
         self.single_observation_space = gym.spaces.flatten_space(space) if self.keys else space
 
@@ -45,7 +41,7 @@ class Pool(VectorEnv):
 
     def reset(self, *, seed: list[int], options: dict | None = None) -> tuple[np.ndarray, dict]:
         self.pool = None  # its threads end before others begin
-        self.pool = self.make(num_envs=self.num_envs, seed=seed)
+        self.pool = self.make(num_envs=self.num_envs, seed=seed)  # it takes no seeds later
         obs, infos = self.pool.reset()
         self.lives = infos.get("lives")
         return self._as_array(obs), {}

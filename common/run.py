@@ -1,4 +1,4 @@
-"""What surrounds a training loop: gradients, rows of metrics, what is done periodically; and its opening."""
+"""What surrounds a training loop: gradients, rows of metrics, what is done periodically."""
 
 import time
 from collections import Counter, defaultdict
@@ -32,11 +32,7 @@ def crossed(period: int, before: int, now: int) -> bool:
 
 
 class Run:
-    """One run of a script, on this rank. Every rank must call each method.
-
-    `needs_reset`: at the beginning and after each checkpoint, until `reset_environments` is called.
-    `global_step`: transitions of all ranks at the last call of `evaluate_and_checkpoint`.
-    """
+    """One run of a script, on this rank. Every rank must call each method."""
 
     def __init__(self, args: RunArgs, world: World, envs: Environments, logger: Logger) -> None:
         self.args = args
@@ -49,12 +45,13 @@ class Run:
         self.policies: list[Policy] = []
         self.gradients: dict[nn.Module, Gradient] = {}
         self.reported: dict[str, list] = defaultdict(list)  # at each update, a scalar for each shard
-        self.sums: list[Counter[str]] = [Counter() for _ in world.shards]  # of what was reported before
+        self.sums: dict[str, Any] = Counter()  # of what was reported before, for each shard
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()  # by column
-        self.updating = False
-        self.needs_reset = True
-        self.global_step = 0
+        self.column = "time/rollout"  # of the seconds from `lap_start` on
+        self.lap_start = time.perf_counter()
+        self.needs_reset = True  # at the beginning and after each checkpoint
+        self.global_step = 0  # at the last call of `evaluate_and_checkpoint`
         self.num_checkpoints = 0  # how many have been written
         self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, due or not
         if args.compile:
@@ -63,15 +60,15 @@ class Run:
     def register(self, replay: Any = None, **state: Any) -> None:
         """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
 
-        It is compared at evaluations, checkpoints and the end, and saved in checkpoints and, except optimisers
-        and generators, in model.pt. Of `replay`, a buffer, each rank has, and saves, a part of its own.
+        It is compared and saved, and put into model.pt except optimisers and generators. Of `replay`, a buffer, each
+        rank has, and saves, a part of its own.
         """
         self.state |= state
         self.replay = self.replay if replay is None else replay
 
-    def policy(self, module: nn.Module, layers: nn.Module) -> Policy:
-        """What acts in rollouts: the first result of `module`, by numpy where `layers` are simple."""
-        self.policies.append(Policy(module, layers, self.world, self.logger.note))
+    def policy(self, module: nn.Module) -> Policy:
+        """What acts in rollouts: the first result of `module`, by numpy where its layers are simple."""
+        self.policies.append(Policy(module, self.world, self.logger.note))
         return self.policies[-1]
 
     def upload(self, *arrays: np.ndarray) -> Any:
@@ -95,12 +92,10 @@ class Run:
         """Run a loss and its backward; set `.grad` to the mean over all shards of all ranks.
 
         `inputs`: nested tensors (b, ...), one shard's rows after another's: `sizes` each, or equally many.
-        Returns what the loss reports, by name: scalars as (number of shards here,), and (b,) as (b,) again.
-        A row of metrics.csv has the means of the scalars.
+        Returns what the loss reports, by name: (b,), or scalars, of which `log` writes means, as (shards here,).
         """
-        if not self.updating:
-            self.lap("time/rollout")
-            self.updating = True
+        if self.column == "time/rollout":
+            self.lap("time/update")
         if loss not in self.gradients:
             self._require_registered(loss)
             self.gradients[loss] = Gradient(loss, self.world, self._compiles(sizes), self.logger.note)
@@ -142,7 +137,7 @@ class Run:
     def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int) -> None:
         """Go on from a checkpoint or load a model, and evaluate before anything is learned.
 
-        `last_step`: transitions at the end of the run. `act`: a shard's observations (n, *shape) -> actions.
+        `last_step`: of the run. `act`: a shard's observations (n, *shape) -> actions.
         """
         args = self.args
         self.act = act
@@ -166,7 +161,7 @@ class Run:
             self._evaluate()  # collective
             if self.world.stop:
                 raise Stopped(128 + self.world.stop)
-        self.lap()
+        self.lap_start = time.perf_counter()
 
     def reset_environments(self) -> np.ndarray:
         """Reset all environments, after a checkpoint from other seeds -> observations (n, *shape)."""
@@ -176,10 +171,9 @@ class Run:
         return self.envs.reset(self.num_checkpoints)
 
     def row_due(self, global_step: int, log_every: int) -> bool:
-        """Whether to log a row: every `log_every`, before a checkpoint, at the end. Call at each step."""
+        """Whether to log a row: every `log_every`, before a checkpoint, at the end."""
         before = self.global_step
-        self.lap("time/update" if self.updating else "time/rollout")
-        self.updating = False
+        self.lap()
         if crossed(STOP_PERIOD, before, global_step):
             self.world.poll_stop()  # collective
         if global_step == self.last_step or self.world.stop:
@@ -187,11 +181,11 @@ class Run:
         return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
 
     def log(self, global_step: int, more: dict[str, float]) -> None:
-        """Write a row: means over all ranks of what losses reported and of ended episodes; `more` columns."""
-        self.lap("time/update" if self.updating else "time/rollout")
-        for name in self.reported:
+        """Write a row: means of what losses reported and of ended episodes; `more` columns."""
+        self.lap()
+        for name in [*self.reported]:
             self._sum_reported(name)
-        sums = np.hstack([self.envs.pop_sums(), [[*of_shard.values()] for of_shard in self.sums]])
+        sums = np.column_stack([self.envs.pop_sums(), *self.sums.values()])
         table = self.world.gather([*sums.ravel(), *self.seconds.values()])  # collective
         totals, seconds = np.split(table, [sums.size], axis=1)
         returns, lengths, episodes, *losses = totals.reshape(self.world.num_shards, -1).sum(0).tolist()
@@ -202,22 +196,21 @@ class Run:
             row["charts/episodic_length"] = lengths / episodes
         for (name, count), total in zip(self.counts.items(), losses, strict=True):
             row[f"losses/{name}"] = total / count / self.world.num_shards
-        for of_row in (*self.sums, self.counts, self.seconds, self.reported):
+        for of_row in (self.sums, self.counts, self.seconds):
             of_row.clear()
         self.logger.log(global_step, row | more)
 
     def _sum_reported(self, name: str) -> None:
-        updates = self.reported[name]
+        updates = self.reported.pop(name)
         self.counts[name] += len(updates)
-        for sums, values in zip(self.sums, zip(*updates, strict=True), strict=False):
-            sums[name] += torch.stack(values).double().sum().item()
-        updates.clear()
+        of_shards = [torch.stack(values).double().sum().item() for values in zip(*updates, strict=True)]
+        self.sums[name] += np.array(of_shards)
 
-    def lap(self, column: str | None = None) -> None:
-        """Add the seconds since the last call to a column, or to none."""
+    def lap(self, column: str = "time/rollout") -> None:
+        """Count the seconds from now on for this column, those before for the last call's."""
         now = time.perf_counter()
-        if column:
-            self.seconds[column] += now - self.lap_start
+        self.seconds[self.column] += now - self.lap_start
+        self.column = column
         self.lap_start = now
 
     def evaluate_and_checkpoint(self, global_step: int, may_checkpoint: bool = True) -> bool:
@@ -243,8 +236,7 @@ class Run:
                 self.num_checkpoints += 1
                 self.checkpoints.write(global_step, self.num_checkpoints)  # collective
                 self.needs_reset = True
-        self.updating = False
-        self.lap()
+        self.lap_start = time.perf_counter()
         return False
 
     def _evaluate(self) -> float:
@@ -269,7 +261,7 @@ class Run:
 def open_run(
     args: RunArgs, script: str, columns: tuple[str, ...], action_spaces: tuple[type[gym.Space], ...]
 ) -> Iterator[Run]:
-    """Open the environments, the run directory, with the script's own `columns`, and the process group."""
+    """Open environments, the run directory, with the script's `columns`, and the process group."""
     world = World(args.cuda, args.shards)
     divisor = "--shards" if world.sharded else "the number of processes"
     args.require_multiple("num_envs", world.num_shards, divisor)

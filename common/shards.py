@@ -1,8 +1,7 @@
 """Shards: groups of environments, whose arithmetic is the same on any number of processes.
 
-Sums and products round differently in arrays of another shape. So networks run on each shard's numbers
-alone, and sums over shards have one order: gradients are added along a binary tree, all else along a table
-of all shards (`World.gather_shards`). Without `--shards` each process is one shard.
+Arithmetic rounds differently in arrays of another shape. So networks run on each shard's numbers alone, and
+sums over shards have one order: gradients along a binary tree, all else along a table (`World.gather_shards`).
 """
 
 import weakref
@@ -26,9 +25,8 @@ class Gradient:
     """Runs a loss and its backward on a batch; leaves in `.grad` the mean over all shards of all ranks.
 
     `loss`: a module, or DDP around it, which returns the loss and a dict of tensors. DDP averages over ranks
-    itself or, if there are shards or shared memory, by the communication hook `_average`. `compiles`: loss and
-    gradient, into one graph; where that fails, `note` says why.
-    Raises `BadInput` for a module that would make the result depend on the number of processes.
+    itself or, if there are shards or shared memory, by the hook `_average`. `compiles`: loss and gradient, into
+    one graph. Raises `BadInput` for random numbers or statistics that would differ between processes.
     """
 
     def __init__(self, loss: nn.Module, world: World, compiles: bool, note: Callable[[str], None]) -> None:
@@ -38,8 +36,12 @@ class Gradient:
         self.compiles = compiles
         self.compiled: Callable[..., tuple[Gradients, Stats]] | None = None
         self.note = note
-        if world.num_shards > 1:
-            require_same_on_any_process(self.bare)
+        kinds = nn.modules.dropout._DropoutNd | nn.RReLU | nn.modules.batchnorm._BatchNorm
+        for name, module in self.bare.named_modules() if world.num_shards > 1 else ():
+            counts = getattr(module, "track_running_stats", False)  # instance normalisation may
+            if module.training and (counts or isinstance(module, kinds)):
+                fault = f"{type(module).__name__} draws or counts in each process alone"
+                raise BadInput(f"{name}: {fault}; leave it out, or take nn.LayerNorm (docs/modify.md).")
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         self.gradients: list[dict[nn.Parameter, torch.Tensor]] = []  # of this rank's shards so far
         if isinstance(loss, DDP) and (world.sharded or world.memory):
@@ -47,7 +49,7 @@ class Gradient:
             loss.register_comm_hook(None, lambda _, bucket: average()(bucket))
 
     def __call__(self, inputs: Any, sizes: list[int] | None) -> list[Stats]:
-        """Nested tensors (b, ...), `sizes` or equal parts for each shard -> what the loss reports. Collective."""
+        """`inputs` as in `Run.backward` -> what the loss reports for each shard here. Collective."""
         *earlier, last = split(inputs, sizes, len(self.world.shards)) if self.world.sharded else [inputs]
         if self.compiles:
             self._compile(last)  # collective
@@ -55,10 +57,7 @@ class Gradient:
         stats = [self._add(self.bare, part) for part in earlier]
         stats.append(self._add(self.loss, last))  # collective: DDP averages over ranks
         if self.compiled or self.loss is self.bare:
-            mean = self._mean(tree_sum([[*of_shard.values()] for of_shard in self.gradients]))  # collective
-            for p, gradient in zip(self.parameters, mean, strict=True):
-                # a fused optimiser takes the parameters' order of memory for granted
-                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+            self._set_mean(tree_sum([[*of_shard.values()] for of_shard in self.gradients]))  # collective
         return stats
 
     def _add(self, loss: nn.Module, inputs: Any) -> Stats:
@@ -78,8 +77,8 @@ class Gradient:
         self.gradients.append(dict(zip(self.parameters, gradients, strict=True)))
         return stats
 
-    def _mean(self, gradients: Gradients) -> Gradients:
-        """Sums over this rank's shards -> the mean over all shards."""
+    def _set_mean(self, gradients: Gradients) -> None:
+        """Set `.grad` to the mean over all shards, given the sums over this rank's."""
         if self.world.world_size > 1:
             flat = torch.cat([x.flatten() for x in gradients])
             sum_over_ranks(flat, self.world)  # collective
@@ -87,10 +86,12 @@ class Gradient:
             gradients = [part.view(x.shape) for part, x in zip(parts, gradients, strict=True)]
         if self.world.num_shards > 1:
             torch._foreach_div_(gradients, self.world.num_shards)
-        return gradients
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            # a fused optimiser takes the parameters' order of memory for granted
+            p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: in the last shard's backward, the mean of a bucket over all shards."""
+        """DDP's hook: in the last shard's backward, the mean of a bucket over all shards."""
         buffer = bucket.buffer()
         if self.gradients:
             # contiguous views, though the bucket keeps each parameter's order of axes
@@ -129,10 +130,10 @@ class Gradient:
 
 
 def split(nest: Any, sizes: list[int] | None, num_parts: int) -> list[Any]:
-    """Nested tensors (b, ...) -> the same for each part, in memory of its own: kernels may round by address."""
+    """Nested tensors (b, ...) -> the same for each part, in memory of its own."""
     leaves, spec = tree_flatten(nest)
     parts = zip(*(x.split(sizes or len(x) // num_parts) for x in leaves), strict=True)
-    return [tree_unflatten([x.clone() for x in part], spec) for part in parts]
+    return [tree_unflatten([x.clone() for x in part], spec) for part in parts]  # kernels may round by address
 
 
 def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -164,13 +165,3 @@ def sum_over_ranks(flat: torch.Tensor, world: World) -> None:
             work.wait()
         flat += received.to(flat.device)
         distance *= 2
-
-
-def require_same_on_any_process(loss: nn.Module) -> None:
-    """Raise `BadInput` for a module whose random numbers or statistics would differ between processes."""
-    kinds = nn.modules.dropout._DropoutNd | nn.RReLU | nn.modules.batchnorm._BatchNorm
-    for name, module in loss.named_modules():
-        counts = getattr(module, "track_running_stats", False)  # instance normalisation may
-        if module.training and (counts or isinstance(module, kinds)):
-            fault = f"{type(module).__name__} draws or counts in each process alone"
-            raise BadInput(f"{name}: {fault}; leave it out, or take nn.LayerNorm (docs/modify.md).")

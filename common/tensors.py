@@ -10,7 +10,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from common.processes import BadInput, World, one_line
 
-ALIGNMENT = 512  # bytes, to which CUDA aligns its own memory; kernels may round otherwise at other addresses
+ALIGNMENT = 512  # bytes, as of CUDA's own memory; kernels may round otherwise at other addresses
 
 
 def default_float() -> np.dtype:
@@ -19,18 +19,15 @@ def default_float() -> np.dtype:
 
 
 def to_tensor(array: np.ndarray) -> torch.Tensor:
-    """The array as a contiguous tensor, floats in torch's default type; a copy only if needed.
-
-    It is aligned to 64 bytes: MKL rounds some products differently at another address.
-    """
+    """The array as a contiguous tensor, floats in torch's default type; a copy only if needed."""
     if array.dtype.kind == "f":
         array = array.astype(default_float(), copy=False)
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.clone() if tensor.data_ptr() % 64 else tensor
+    return tensor.clone() if tensor.data_ptr() % 64 else tensor  # MKL rounds by address
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Arrays as tensors on `device`; a GPU gets all in one copy, for which this process need not wait."""
+    """Arrays as tensors on `device`; a GPU gets all in one asynchronous copy."""
     tensors = [to_tensor(x) for x in arrays]
     if device.type == "cpu":
         return tensors
@@ -43,7 +40,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
 
 
 def state_of(value: Any) -> Any:
-    """The tensors and numbers, on the CPU, of a generator, a tensor, or anything that has `state_dict`."""
+    """What a generator, a tensor or anything that has `state_dict` holds, on the CPU."""
     if hasattr(value, "state_dict"):
         value = value.state_dict()
     elif isinstance(value, torch.Generator):
@@ -53,7 +50,7 @@ def state_of(value: Any) -> Any:
 
 @torch.no_grad()
 def restore(state: dict[str, Any], saved: dict[str, Any], source: str) -> None:
-    """Set what is in `state`, in place. Raises `BadInput` for what does not fit, as of an edited script."""
+    """Set what is in `state`, in place. Raises `BadInput` for what does not fit."""
     for name, value in state.items():
         try:
             if isinstance(value, torch.Generator):
@@ -63,19 +60,17 @@ def restore(state: dict[str, Any], saved: dict[str, Any], source: str) -> None:
             else:
                 value.load_state_dict(saved[name])
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
-            reason = one_line(error)
-            raise BadInput(f"{source}: does not fit this script's {name} ({reason}).") from error
+            raise BadInput(f"{source}: does not fit this script's {name} ({one_line(error)}).") from error
 
 
 def check_equal(step: int, state: dict[str, Any], world: World) -> None:
-    """Raise `RuntimeError`, naming tensor, rank and step, unless `state` is equal on all ranks. Collective."""
+    """Raise `RuntimeError` unless `state` is equal on all ranks. Collective."""
     if world.world_size == 1:
         return
     digests = {}
     leaves, _ = tree_flatten_with_path({name: state_of(x) for name, x in state.items()})
     for path, value in leaves:
-        array = isinstance(value, torch.Tensor | np.ndarray)
-        content = np.ascontiguousarray(value).tobytes() if array else repr(value).encode()
+        content = np.asarray(value).tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
         digests[keystr(path)] = hashlib.blake2b(content, digest_size=8).digest()
     table = world.gather_objects(digests)  # collective
     for rank, others in enumerate(table):
@@ -86,5 +81,4 @@ def check_equal(step: int, state: dict[str, Any], world: World) -> None:
 
 def for_model(state: dict[str, Any]) -> dict[str, Any]:
     """What of a run's state goes into model.pt: all except optimisers and generators."""
-    trains = torch.optim.Optimizer | torch.Generator
-    return {name: x for name, x in state.items() if not isinstance(x, trains)}
+    return {name: x for name, x in state.items() if not isinstance(x, torch.optim.Optimizer | torch.Generator)}

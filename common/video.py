@@ -4,7 +4,6 @@ Played again, so that drawing, whatever it does to a simulator, does not change 
 """
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +17,7 @@ from common.processes import generators_kept
 
 @generators_kept()
 def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
-    """Write the episode, of `args.env_id`, as H.264 (mp4) with a picture for each step.
-
-    Raises what a simulator that cannot draw raises, `OSError`, `TimeoutError` after half of --timeout, for
-    which the other ranks wait, and `ValueError` for another return than before.
-    """
+    """Write the episode as H.264 (mp4). Raises `ValueError` for another return than before."""
     import av
 
     if not os.environ.get("DISPLAY"):  # MuJoCo's and pygame's ways to draw without one
@@ -31,7 +26,6 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
     path.parent.mkdir(exist_ok=True)
     part = path.with_suffix(".part.mp4")
     ale = args.env_id.startswith("ALE/")
-    deadline = time.monotonic() + args.timeout / 2
     total = 0.0
     envs = make_vec(args, ["film"], threads=1, life_loss=False, draws=True)
     with closing(envs) as env, av.open(part, "w") as file:
@@ -51,8 +45,6 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
             obs, rewards, *_ = env.step(action[None])
             total += float(rewards[0])
             feed_watchdog()
-            if time.monotonic() > deadline:
-                raise TimeoutError("it took half of --timeout")
         file.mux(stream.encode())
     if total != episode.episodic_return:
         raise ValueError(f"played again, the episode came to {total}, not {episode.episodic_return}")

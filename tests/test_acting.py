@@ -59,6 +59,7 @@ def made(change):
 
 EDITS = {
     "scale": lambda: Agent(lambda m, obs, out: 1.01 * out),
+    "of observations": lambda: Agent(lambda m, obs, out: out + 0.1 * obs[:, :3]),
     "learned temperature": lambda: Agent(lambda m, obs, out: out / m.temperature),
     "hook": made(lambda m: m.actor[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
     "hook on all": made(lambda m: m.actor.register_forward_hook(lambda layer, x, y: 2 * y)),
@@ -75,6 +76,7 @@ UNEDITED = {
     "ppo": lambda: ppo_ddp.Agent(SPACE, DISCRETE),
     "ppo box": lambda: ppo_ddp.Agent(SPACE, BOX),
     "ppg": lambda: ppg_ddp.Agent(SPACE, DISCRETE),
+    "new layer": lambda: Agent(lambda m, obs, out: m.new_layer(out)),
     "dqn": lambda: dqn_ddp.QNetwork(SPACE, 3, False, "auto", True),
     "without a bias": made(lambda m: m.actor.__setitem__(4, nn.Linear(64, 3, bias=False))),
 }
@@ -82,8 +84,12 @@ UNEDITED = {
 
 def policy_of(module, notes, world=None):
     """As the scripts make it."""
-    layers = [getattr(module, name) for name in ("network", "actor", "head") if hasattr(module, name)]
-    return Policy(module, nn.Sequential(*layers), world or World(False), notes.append)
+    return Policy(module, world or World(False), notes.append)
+
+
+def by_numpy_in(policy):
+    """Of each shard, whether numpy acts."""
+    return [bool(steps) for steps in policy.steps]
 
 
 def result_of(module, obs):
@@ -99,7 +105,7 @@ def act_and_learn(make, by_numpy):
     policy = policy_of(module, notes)
     for call, obs in enumerate(OBS):
         np.testing.assert_allclose(policy(obs), result_of(module, obs), rtol=1e-4, atol=2e-5, err_msg=str(call))
-        assert policy.by_numpy == [by_numpy]
+        assert by_numpy_in(policy) == [by_numpy]
         if call % 16 == 15:
             for p in module.parameters():
                 p.detach().add_(0.05 * torch.randn(p.shape))
@@ -136,19 +142,19 @@ def test_what_changes_during_training_is_found_at_the_next_comparison(change):
     module = Agent(lambda m, obs, out: out if m.scale == 1.0 else out * m.scale)
     policy = policy_of(module, notes)
     policy(OBS[0])
-    assert policy.by_numpy == [True]
+    assert by_numpy_in(policy) == [True]
     make_change(module)
     for obs in OBS[1 : PERIOD + 1]:
         result = policy(obs)
     np.testing.assert_allclose(result, result_of(module, obs), rtol=1e-5, atol=1e-6)
-    assert policy.by_numpy == [by_numpy] and len(notes) == (not by_numpy)
+    assert by_numpy_in(policy) == [by_numpy] and len(notes) == (not by_numpy)
     module.scale = 1.0
     for obs in OBS[:PERIOD]:
         policy(obs)
-    assert policy.by_numpy == [by_numpy]
+    assert by_numpy_in(policy) == [by_numpy]
     policy.calls = 0
     policy(OBS[0])
-    assert policy.by_numpy == [True]
+    assert by_numpy_in(policy) == [True]
 
 
 def test_a_shard_acts_alike_whichever_process_it_is_in():
@@ -161,7 +167,7 @@ def test_a_shard_acts_alike_whichever_process_it_is_in():
             obs = np.concatenate([obs[:3], 100 * obs[3:]])
         parts = [policy(x) for policy, x in zip(apart, np.split(obs, 2), strict=True)]
         assert together(obs).tobytes() == np.concatenate(parts).tobytes()
-        assert together.by_numpy == [True, call < 2 * PERIOD]
+        assert by_numpy_in(together) == [True, call < 2 * PERIOD]
     assert len(notes) == 2 and notes[0] == notes[1]
 
 
@@ -172,7 +178,7 @@ def test_images_are_for_the_module():
     agent = ppo_ddp.Agent(image, DISCRETE)
     policy = policy_of(agent, notes)
     obs = np.ones((2, 3, 10, 10), np.float32)
-    assert np.array_equal(policy(obs), result_of(agent, obs)) and policy.by_numpy == [False]
+    assert np.array_equal(policy(obs), result_of(agent, obs)) and by_numpy_in(policy) == [False]
     assert notes == []
 
 
