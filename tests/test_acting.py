@@ -76,7 +76,6 @@ UNEDITED = {
     "ppo": lambda: ppo_ddp.Agent(SPACE, DISCRETE),
     "ppo box": lambda: ppo_ddp.Agent(SPACE, BOX),
     "ppg": lambda: ppg_ddp.Agent(SPACE, DISCRETE),
-    "new layer": lambda: Agent(lambda m, obs, out: m.new_layer(out)),
     "dqn": lambda: dqn_ddp.QNetwork(SPACE, 3, False, "auto", True),
     "without a bias": made(lambda m: m.actor.__setitem__(4, nn.Linear(64, 3, bias=False))),
 }
