@@ -369,9 +369,9 @@ def assert_aligned() -> None:
         if not torch.compiler.is_compiling() and (name.endswith("Loss") or name in NETWORKS):
             check(name, inputs)
 
-    def checked(self: Any, x: np.ndarray) -> np.ndarray:
+    def checked(self: Any, x: np.ndarray, steps: list[tuple]) -> np.ndarray:
         check("acting", x)
-        return numpy(self, x)
+        return numpy(self, x, steps)
 
     numpy, acting.Policy._numpy = acting.Policy._numpy, checked
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
