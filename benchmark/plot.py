@@ -233,6 +233,7 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
         row[1].legend(*row[0].get_legend_handles_labels(), **place, frameon=False, fontsize=7)
     axes[-1][0].set(xlabel="environment transitions (thousands)")
     axes[-1][1].set(xlabel="wall time (minutes), other runs beside it")
+    make_room(figure, axes, 2.6)
     for axis in axes.flat:
         axis.grid(alpha=0.3, linewidth=0.5)
     save(figure, path)
@@ -279,10 +280,20 @@ def draw_aggregate(sets: dict[tuple[str, ...], dict], suite: Suite, path: Path) 
         row[1].legend(handles, labels, title=title, **place, frameon=False, fontsize=7, title_fontsize=7)
     axes[-1][0].set(xlabel="part of the budget (%)")
     axes[-1][1].set(xlabel="scaled final return")
+    make_room(figure, axes, 2.8)
     for axis in axes.flat:
         axis.grid(alpha=0.3, linewidth=0.5)
     figure.suptitle(f"suite {suite.name}", fontsize=9)
     save(figure, path)
+
+
+def make_room(figure: Figure, axes: np.ndarray, least: float) -> None:
+    """Give all rows the height, of at least so many inches, that the longest legend beside them needs."""
+    legends = [row[1].get_legend() for row in axes]
+    lines = [
+        sum(text.get_text().count("\n") + 1 for text in [*legend.get_texts(), legend.get_title()]) for legend in legends
+    ]
+    figure.set_figheight(0.4 + len(axes) * max(least, 0.6 + 0.14 * max(lines)))
 
 
 def save(figure: matplotlib.figure.Figure, path: Path) -> None:

@@ -281,7 +281,7 @@ class Simulator(gym.Wrapper):
         try:
             obs, reward, terminated, truncated, _ = self.env.step(action)
             reward = float(reward)
-            if np.shape(obs) != self.shape:
+            if getattr(obs, "shape", None) != self.shape and np.shape(obs) != self.shape:
                 raise ValueError(f"it observed {np.shape(obs)}, where its space has {self.shape}")
         except Exception as error:
             error.add_note(f"{self.name}, its step {self.num_steps}")

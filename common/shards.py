@@ -56,7 +56,7 @@ class Gradient:
         self.gradients = []
         stats = [self._add(self.bare, part) for part in earlier]
         stats.append(self._add(self.loss, last))  # collective: DDP averages over ranks
-        if self.compiled or self.loss is self.bare:
+        if self.compiled or (self.loss is self.bare and self.world.num_shards > 1):
             self._set_mean(tree_sum([[*of_shard.values()] for of_shard in self.gradients]))  # collective
         return stats
 
