@@ -89,13 +89,15 @@ def draw(args: Args) -> None:
         for ranks, values in by_ranks.items():
             spread = f"{medians[ranks]:,.0f} [{min(values):,.0f}, {max(values):,.0f}]"
             text += f"| {name} | {ranks} | {spread} | {efficiency[ranks]:.2f} |\n"
-        left.plot(medians.keys(), [x / medians[1] for x in medians.values()], "o-", color=colour, label=name)
-        right.plot(efficiency.keys(), efficiency.values(), "o-", color=colour)
+        speedups = [x / medians[1] for x in medians.values()]
+        left.plot(medians.keys(), speedups, "o--", color=colour, label=name)  # nothing is measured between points
+        right.plot(efficiency.keys(), efficiency.values(), "o--", color=colour)
     ticks = list(medians)
     left.plot(ticks, ticks, color="grey", linestyle=":", label="ideal")
     right.axhline(1.0, color="grey", linestyle=":")
     left.set(xlabel="processes", ylabel="steps/s (one process: 1)", xticks=ticks)
-    right.set(xlabel="processes", ylabel="efficiency", xticks=ticks, ylim=(0, 1.1))
+    right.set(xlabel="processes", ylabel="efficiency", xticks=ticks)
+    right.set_ylim(0.0, 1.1 * right.get_ylim()[1])
     figure.suptitle(device, fontsize=9)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     save(figure, args.figure)

@@ -101,7 +101,7 @@ class World:
         `timeout`: seconds without progress on any rank after which all print their stacks and end with code 1.
         DDP modules must be gone when the block ends: gloo may abort the process if they outlive their group.
         """
-        faulthandler.dump_traceback_later(timeout, exit=True)
+        faulthandler.dump_traceback_later(timeout, exit=True, file=2)
         watch = threading.Thread(target=self._watch, args=(timeout,), daemon=True)
         watch.start()
         before = {}
@@ -166,7 +166,7 @@ class World:
             with suppress(RuntimeError):  # the store's process has ended, and this one will
                 total = self.store.add("progress", news) if self.store else 0
                 if total > known:
-                    faulthandler.dump_traceback_later(timeout, exit=True)
+                    faulthandler.dump_traceback_later(timeout, exit=True, file=2)
                 known = total
 
     def _request(self, signum: int, _: Any) -> None:

@@ -99,7 +99,7 @@ def test_two_cards_give_the_bytes_of_one(case, tmp_path):
     script, flags = CASES[case]
     one, two = (run(script, size, f"{flags} --shards 4", tmp_path / str(size), **BOTH) for size in (1, 2))
     assert_same_bytes(one, two)
-    assert "cuda:0" in two.out and "through sockets" in two.out
+    assert "cuda:0" in two.out and "shared memory" not in two.out
     assert_close(*(run(script, size, flags, tmp_path / f"{size}-64", "float64", **BOTH) for size in (1, 2)))
 
 

@@ -277,8 +277,10 @@ def test_records_do_not_depend_on_the_order_of_libraries(monkeypatch):
 
 
 def test_a_console_of_few_letters(tmp_path, monkeypatch):
+    """And streams that are no files, as in a notebook."""
     console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
     rows_of(ppo_ddp.main, ppo_ddp.Args, SHORT, tmp_path / "Läufe")
     console.flush()
     assert b"writing to" in console.buffer.getvalue() and rb"L\xe4ufe" in console.buffer.getvalue()
