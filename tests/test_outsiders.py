@@ -79,7 +79,7 @@ class Plain(gym.Env):
         if self.how == "raise" and self.steps == 15:
             raise ZeroDivisionError("lidar lost")
         if self.how == "remove" and self.steps == 40:
-            (Path(os.environ["LOCKSTEP_RUN"]) / "metrics.csv").unlink()
+            (Path(os.environ["LOCKSTEP_RUN"]) / "metrics.csv").unlink(missing_ok=True)
         if self.how == "chdir" and self.steps == 40:
             os.chdir("/")
         if self.how == "slow" and os.environ.get("RANK") == "0":
