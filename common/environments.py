@@ -136,7 +136,7 @@ class Environments:
     def for_simulator(self, actions: np.ndarray) -> np.ndarray:
         """Actions (n,) from 0, or (n, d) -> as the space has them: its start, shape, type and bounds."""
         space = self.action_space
-        if isinstance(space, gym.spaces.Discrete):
+        if not isinstance(space, gym.spaces.Box):
             return (actions + space.start).astype(space.dtype, copy=False)
         actions = self.center + self.scale * actions.reshape(-1, *space.shape)
         return actions.clip(space.low, space.high).astype(space.dtype)

@@ -22,6 +22,7 @@ from common.encoders import Pixels
 from common.environments import TRAINING, Environments
 from common.logger import run_record
 from common.processes import BadInput, World
+from common.replay import ReplayBuffer
 from runs import ROOT, finish, run, start
 
 
@@ -290,6 +291,13 @@ def test_what_gymnasium_can_flatten_is_learned_from(tmp_path, capfd):
     rows_of(dqn_ddp.main, dqn_ddp.Args, DQN.replace(PLAIN, "Blackjack-v1"), tmp_path / "run")
     said = "observations are flattened: Tuple(Discrete(32), Discrete(11), Discrete(2)) to 45 numbers"
     assert said in capfd.readouterr().out
+
+
+def test_a_priority_that_is_no_number_is_an_error():
+    """It would make every sum of priorities NaN, and batches empty."""
+    buffer = ReplayBuffer(8, 2, World(False), Plain.observation_space, (), np.int64, alpha=0.6)
+    with pytest.raises(FloatingPointError, match="TD error is not finite"):
+        buffer.update_priorities(np.array([0]), torch.tensor([torch.nan]))
 
 
 def test_whole_numbers_without_a_useful_bound_are_not_scaled():

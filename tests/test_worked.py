@@ -16,6 +16,7 @@ from runs import ROOT, finish, same_run, start, wait_until
 DIFFS = sorted(path.stem for path in (ROOT / "docs" / "changes").glob("*.diff"))
 FLAGS = {"ppo_ddp.py": ACTOR_CRITIC, "dqn_ddp.py": REPLAY | {"env-kwargs": DISCRETE}, "sac_ddp.py": REPLAY}
 OWN = {"redq": {"num-critics": "3", "updates-per-step": "2"}}
+OWN["multidiscrete"] = {"env-kwargs": '{"shape":[5],"dtype":"float32","actions":[3,2],"action_dtype":"parts"}'}
 USED = {"rnd": ("curiosity", ("predictor", "values")), "gru": ("agent", "gru")}  # in model.pt, and what learns there
 
 
