@@ -203,7 +203,7 @@ class Drawn(gym.Env):
         self.state += 0.1 * self.np_random.normal(size=len(self.state))
         reward = float((self.state * self.weights).mean() - 0.1 * (pushed**2).mean())
         if self.spaces:
-            reward += float(np.mean(self.action_space.sample()) / self.unit)
+            reward += self.action_space.np_random.random()  # a sample depends on its type
         terminated, truncated = self.np_random.random(2) < (self.end, self.cut)
         return self.observe(), reward, bool(terminated), bool(truncated), self.info(self.time % 3)
 
