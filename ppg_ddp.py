@@ -27,9 +27,9 @@ Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's p
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10. Box actions are learned in units
-   of [-1, 1], whatever their bounds, to which they are clipped on the way to the simulator. Atari games
-   have no sticky actions. A checkpoint truncates all running episodes.
+8. In `common/`: normalised observations and rewards are clipped at +-10. Box actions between finite bounds
+   are learned in units of [-1, 1]; they are clipped and mapped to the bounds on the way to the simulator.
+   Atari games have no sticky actions. A checkpoint truncates all running episodes.
 9. Policy and value losses share epochs (`--update-epochs`), minibatches and one Adam, which is no
    difference at the paper's E_pi = E_V = 1. The reference's weight of the value loss is `--vf-coef 1`.
 10. Gradient norms are clipped in both phases, and learning rates are annealed.

@@ -21,9 +21,9 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10. Box actions are learned in units
-   of [-1, 1], whatever their bounds, to which they are clipped on the way to the simulator. Atari games
-   have no sticky actions. A checkpoint truncates all running episodes.
+8. In `common/`: normalised observations and rewards are clipped at +-10. Box actions between finite bounds
+   are learned in units of [-1, 1]; they are clipped and mapped to the bounds on the way to the simulator.
+   Atari games have no sticky actions. A checkpoint truncates all running episodes.
 """
 
 import math

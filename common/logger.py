@@ -59,11 +59,8 @@ class Logger(ExitStack):
     def _open(self) -> None:
         args = self.args
         try:
-            env_id = args.env_id.replace("/", "-").replace(":", "-")
-            now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # microseconds tell runs of a sweep apart
-            name = f"{env_id}__{self.script.stem}__{args.seed}__{now}"
-            self.dir = Path(args.run_dir or Path("runs", name)).absolute()
-            self.dir.mkdir(parents=True, exist_ok=bool(args.run_dir))
+            self.dir = Path(args.run_dir).absolute() if args.run_dir else new_directory(args, self.script)
+            self.dir.mkdir(parents=True, exist_ok=True)
             self.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
         except filelock.Timeout as error:
             fault = "another process is writing there; end it, or name another"
@@ -221,6 +218,17 @@ class Logger(ExitStack):
             except Exception as error:  # a simulator's own, a missing display's, a full disk's
                 self.note(f"--capture-video: no film ({type(error).__name__}: {one_line(error)})")
             self.evaluated += time.perf_counter() - started
+
+
+def new_directory(args: RunArgs, script: Path) -> Path:
+    """Make the default directory of a run, which no other run has."""
+    env_id = args.env_id.replace("/", "-").replace(":", "-")
+    while True:
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
+        path = Path("runs", f"{env_id}__{script.stem}__{args.seed}__{now}").absolute()
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any] | None = None, text: str = "") -> None:

@@ -277,10 +277,9 @@ def open_run(
         parallel = is_large(envs.single_observation_space) and not world.sharded
         torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))
         with Logger(args, Path(script), columns, world) as logger, world.open(args.timeout):
-            flattened = envs.envs.metadata.get("flattened")
-            if flattened:
-                size = envs.single_observation_space.shape[0]
-                logger.note(f"observations are flattened: {flattened} to {size} numbers")
+            if "flattened" in envs.envs.metadata:
+                numbers = f"{envs.single_observation_space.shape[0]} numbers"
+                logger.note(f"observations are flattened: {envs.envs.metadata['flattened']} to {numbers}")
             flags = args.experiment()
             for rank, others in enumerate(world.gather_objects(flags)):  # collective
                 for name in flags:

@@ -23,6 +23,7 @@ from common.environments import TRAINING, Environments
 from common.logger import run_record
 from common.processes import BadInput, World
 from common.replay import ReplayBuffer
+from common.shards import Gradient
 from runs import ROOT, finish, run, start
 
 
@@ -298,6 +299,44 @@ def test_a_priority_that_is_no_number_is_an_error():
     buffer = ReplayBuffer(8, 2, World(False), Plain.observation_space, (), np.int64, alpha=0.6)
     with pytest.raises(FloatingPointError, match="TD error is not finite"):
         buffer.update_priorities(np.array([0]), torch.tensor([torch.nan]))
+
+
+def test_a_parameter_that_a_loss_does_not_use_is_told_on_one_process_too():
+    """As on several, where DDP refuses it."""
+
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used = torch.nn.Linear(2, 1)
+            self.unused = torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.used(x).mean(), {}
+
+    with pytest.raises(BadInput, match="^Loss: its result must depend on all its parameters"):
+        Gradient(Loss(), World(False), False, print)((torch.ones(3, 2),), None)
+
+
+def test_nothing_stays_of_a_checkpoint_that_could_not_be_read():
+    """A longer buffer whose second shard was damaged, then the shorter one before it."""
+
+    def filled(steps: int) -> ReplayBuffer:
+        buffer = ReplayBuffer(8, 2, world, Plain.observation_space, (), np.int64, alpha=0.6)
+        buffer.start(np.zeros((2, 3), np.float32))
+        for step in range(steps):
+            ends = np.full(2, step == 2)
+            infos = {"final_obs": {i: np.ones(3) for i in np.flatnonzero(ends)}, "episode_ended": ends}
+            buffer.add(np.zeros(2), np.ones(2), ~ends & ends, ends, np.ones((2, 3), np.float32), infos)
+        return buffer
+
+    world = World(False, 2)
+    longer, shorter, read, new = filled(3), filled(1), filled(0), filled(0)
+    read.load_shard(0, longer.shard_state(0), longer.state_dict())
+    for buffer in (read, new):
+        for shard in (0, 1):
+            buffer.load_shard(shard, shorter.shard_state(shard), shorter.state_dict())
+    assert np.array_equal(read.priorities, new.priorities) and read.final_obs == new.final_obs == {}
+    assert read.priorities.sum() == 2
 
 
 def test_whole_numbers_without_a_useful_bound_are_not_scaled():
