@@ -491,7 +491,8 @@ def train(args: Args, run: Run) -> None:
                     run.backward(ddp_aux_loss, mb_obs, all_returns[mb_inds], old_pi[mb_inds])  # collective
                     nn.utils.clip_grad_norm_(aux_parameters, args.max_grad_norm)
                     aux_optimizer.step()
-                if world.poll_stop():  # collective
+                world.gather([])  # collective: stop requests
+                if world.stop:
                     break
             run.lap("time/update")
 

@@ -159,7 +159,7 @@ def compare_records(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
 
 def why_not_the_same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """What of processor, versions, threads and processes differs, of what both records say, so that bytes differ."""
-    names = [name for name in DECIDES_BYTES if name not in ("commit", "changed", "versions")]  # not code: that need not
+    names = [name for name in DECIDES_BYTES if name not in ("sources", "versions")]  # not code: that need not
     x, y = ({name: r[name] for name in names if name in r} | r.get("versions", {}) for r in (a, b))
     found = [f"{name} {x[name]} against {y[name]}" for name in x if name in y and x[name] != y[name]]
     sizes = [r.get("world_size") for r in (a, b)]

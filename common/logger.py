@@ -1,6 +1,7 @@
 """The run directory and what is written there; rank 0 writes, on other ranks the same calls do nothing."""
 
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -32,7 +33,7 @@ LOCK_TIMEOUT = 15.0  # seconds to wait for the end of a process that holds the r
 PROGRESS_PERIOD = 10.0  # seconds between two lines of progress where there is no terminal
 SHOWN = {"SPS": "time/SPS", "return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minatar", "mujoco")
-DECIDES_BYTES = ("device", "instructions", "threads", "blas", "commit", "changed", "versions")  # of config.json
+DECIDES_BYTES = ("device", "instructions", "threads", "blas", "sources", "versions")  # of config.json
 
 
 class Logger(ExitStack):
@@ -50,6 +51,7 @@ class Logger(ExitStack):
         self.shown = 0.0  # when progress was shown
         self.unshown = False  # whether there is a newer row
         self.evaluated = 0.0  # seconds of evaluations and films
+        self.record = run_record(args, script, self.columns, world)
         self.bar: Any = None  # of tqdm, on a terminal
         self.wandb: Any = None
         self.tensorboard: Any = None
@@ -68,21 +70,35 @@ class Logger(ExitStack):
         except OSError as error:
             raise BadInput(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}).") from error
         config = self.dir / "config.json"
-        self.record = run_record(args, self.script, self.columns, self.world)
         resumed = args.resume and config.exists()
         if resumed:
             before = json.loads(config.read_text())
             require_same_run(before, self.record)
-            for name in DECIDES_BYTES:
-                if before.get(name) != self.record[name]:
-                    change = f"{name} {self.record[name]}, before {before.get(name)}"
-                    self.note(f"no longer the same bytes as without a stop: {change}")
+            self._compare(before, "to go on with --run-dir", "no longer the same bytes as without a stop", "before")
         elif config.exists() or (self.dir / "metrics.csv").exists():
             advice = "" if args.resume else ", or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
         if args.track:
             self._open_wandb(resumed)
         self.note(f"writing to {self.dir}")
+
+    def _compare(self, other: dict[str, Any], why: str, fault: str, where: str) -> None:
+        """Raise `BadInput` if another record has other flags; note what else changes bytes."""
+        for name, value in self.record["args"].items():
+            needed = other["args"].get(name, value)  # older code may lack a flag
+            if name not in MAY_CHANGE_ON_RESUME and value != needed:
+                raise BadInput(f"{flag(name)} {value}: must be {needed} {why}.")
+        for name in DECIDES_BYTES:
+            if self.record[name] != other.get(name):
+                self.note(f"{fault}: {name} {self.record[name]}, {where} {other.get(name)}")
+
+    def compare_ranks(self) -> None:
+        """Raise `BadInput` if ranks have other flags or code; note other processors and versions. Collective."""
+        fault = "no longer the same bytes as on one process" if self.world.sharded else "ranks differ"
+        for rank, other in enumerate(self.world.gather_objects(self.record)):  # collective
+            if other["sources"] != self.record["sources"]:
+                raise BadInput(f"the code on rank {rank}: must be the same as on rank {self.world.rank}.")
+            self._compare(other, f"as on rank {rank}", fault, f"on rank {rank}")
 
     def _open_wandb(self, resumed: bool) -> None:
         import wandb
@@ -249,6 +265,12 @@ def git(script: Path, *words: str) -> str:
     return ""
 
 
+def sources(script: Path) -> str:
+    """A digest of the code of the script and of common/, where the script is not one file with it."""
+    paths = [script, *sorted(Path(__file__).parent.glob("*.py"))] if __package__ else [script]
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=8).hexdigest()
+
+
 def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> dict[str, Any]:
     """What a rerun must know: flags, code, processes, versions, processor."""
     device = processor()
@@ -270,6 +292,7 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
         "instructions": torch.backends.cpu.get_cpu_capability(),  # such as AVX512
         "threads": torch.get_num_threads(),
         "blas": sorted(f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in blas),
+        "sources": sources(script),
         "commit": commit,
         "changed": commit and bool(git(script, "status", "--porcelain", "--", script.name, "common")),
         "versions": versions,
@@ -287,9 +310,6 @@ def require_same_run(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise `BadInput` unless the run that `now` describes may go on with `before`."""
     if before["script"] != now["script"] or before["columns"] != now["columns"]:
         raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or with other COLUMNS; name another.")
-    for name, value in now["args"].items():
-        if name not in MAY_CHANGE_ON_RESUME and value != before["args"].get(name, value):
-            raise BadInput(f"{flag(name)} {value}: must be {before['args'][name]} to go on with --run-dir.")
     if now["args"]["shards"] is None and before["world_size"] != now["world_size"]:
         needed = f"set from the start to go on on another number of processes than {before['world_size']}"
         raise BadInput(f"--shards: must be {needed}.")

@@ -152,13 +152,13 @@ class World:
         self.store = store
 
     def _watch(self, timeout: float) -> None:
-        """Each second: tell other ranks of this one's progress; after any rank's, give all `timeout` seconds more.
+        """Now and then: tell other ranks of this one's progress; after any rank's, give all `timeout` seconds more.
 
         So a rank may wait for long for another that goes on. `faulthandler` ends a process whatever it hangs in,
         also where this thread cannot run.
         """
         told = known = 0
-        while not self.closing.wait(1.0):
+        while not self.closing.wait(min(1.0, timeout / 10)):
             if self.signum and time.monotonic() > self.signal_time + GRACE:
                 end_now(128 + self.signum)
             news = self.progress - told
@@ -196,11 +196,6 @@ class World:
         self.feed()
         self.stop = int(table[:, -1].max())
         return table[:, :-1]
-
-    def poll_stop(self) -> int:
-        """Share stop requests -> `stop`."""
-        self.gather([])  # collective
-        return self.stop
 
     def gather_shards(self, values: list[np.ndarray] | list[list[float]]) -> np.ndarray:
         """K numbers for each of this rank's shards -> (num_shards, K) float64, in the order of shards."""

@@ -175,7 +175,7 @@ class Run:
         before = self.global_step
         self.lap()
         if crossed(STOP_PERIOD, before, global_step):
-            self.world.poll_stop()  # collective
+            self.world.gather([])  # collective: stop requests
         if global_step == self.last_step or self.world.stop:
             return True
         return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
@@ -280,11 +280,7 @@ def open_run(
             if "flattened" in envs.envs.metadata:
                 numbers = f"{envs.single_observation_space.shape[0]} numbers"
                 logger.note(f"observations are flattened: {envs.envs.metadata['flattened']} to {numbers}")
-            flags = args.experiment()
-            for rank, others in enumerate(world.gather_objects(flags)):  # collective
-                for name in flags:
-                    needed = f"the same on all ranks, not {others[name]} on rank {rank}"
-                    args.require(others[name] == flags[name], name, needed)
+            logger.compare_ranks()  # collective
             run = Run(args, world, envs, logger)
             try:
                 yield run

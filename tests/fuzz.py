@@ -503,7 +503,7 @@ def tried(draw: Draw, servers: Servers) -> str:
         if draw.refused:
             start = Start(draw.launches[1].processes, draw.flags)
             done = run_of(draw, "1", [start], folder / "other", servers, other=True)
-            if done.code != 2 or "the same on all ranks" not in done.out:
+            if done.code != 2 or "as on rank" not in done.out:
                 return f"rank 1 has another flag, and code {done.code}: {done.out[-1000:]}"
         return "same" if int(runs[0].rows[-1]["global_step"]) == draw.flags["total-timesteps"] else "short"
 

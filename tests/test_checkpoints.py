@@ -235,7 +235,7 @@ def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path
     config = run_dir / "config.json"
     record = json.loads(config.read_text())
     continued(ppo_ddp, run_dir)
-    assert not re.search("no longer the same bytes.*: (?!commit|changed)", capfd.readouterr().out)
+    assert "no longer the same bytes" not in capfd.readouterr().out
     record |= dict.fromkeys(logger.DECIDES_BYTES, "an abacus")
     del record["args"]["network"]
     config.write_text(json.dumps(record))

@@ -85,7 +85,7 @@ class Plain(gym.Env):
         if self.how == "chdir" and self.steps == 40:
             os.chdir("/")
         if self.how == "slow" and os.environ.get("RANK") == "0":
-            threading.Event().wait(0.03)
+            threading.Event().wait(0.045)
         return self.observation(), reward, False, self.time >= (100 if self.how == "slow" else 10), {}
 
     def close(self):
@@ -188,10 +188,40 @@ def test_rows_that_cannot_be_kept_end_the_run(tmp_path, monkeypatch):
 
 
 def test_a_rank_may_wait_for_long_for_another_that_goes_on(tmp_path):
-    """Of an evaluation of one episode, three seconds long on rank 0, rank 1 has nothing to do."""
-    flags = f"{SHORT} {options(how='slow')} --total-timesteps 64 --eval-every 64 --eval-episodes 1 --timeout 2"
+    """Of an evaluation of one episode, four seconds long on rank 0, rank 1 has nothing to do."""
+    flags = f"{SHORT} {options(how='slow')} --total-timesteps 64 --eval-every 64 --eval-episodes 1 --timeout 3"
     done = run("ppo_ddp.py", 2, flags, tmp_path / "run")
     assert len(done.column("eval/episodic_return")) == 2
+
+
+@pytest.mark.parametrize("what, code, said", [
+    ("flag", 2, r"error: --gamma 0.99: must be 0.9 as on rank 1.$"),
+    ("code", 2, r"error: the code on rank 1: must be the same as on rank 0.$"),
+    ("processor", 0, r"^no longer the same bytes as on one process: blas .*, on rank 1 .*Nehalem"),
+    ("", 0, r"^writing to"),
+])  # fmt: skip
+def test_ranks_compare_what_they_were_given(what, code, said, tmp_path):
+    """Before anything is learned: other flags and code are refused by name, another processor is said."""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import os, sys
+other = "{what}" if os.environ["RANK"] == "1" else ""
+if other == "processor":
+    os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
+import ppo_ddp
+from common.arguments import launch
+if other == "flag":
+    sys.argv += ["--gamma", "0.9"]
+if other == "code":
+    ppo_ddp.__file__ = __file__
+launch(ppo_ddp.main, ppo_ddp.Args)
+""")
+    flags = f"{SHORT} --env-id CartPole-v1 --shards 2 --run-dir {tmp_path / 'run'}"
+    done = finish(start(str(program), 2, flags), tmp_path / "run")
+    assert done.code == (code and 1), done.err  # torchrun's own code for any fault
+    assert re.search(said, done.err if code else done.out, re.MULTILINE), done.out + done.err
+    assert ("no longer" in done.out) == (what == "processor")
+    assert (done.dir / "metrics.csv").exists() == (code == 0)
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path):

@@ -58,6 +58,7 @@ def test_the_difference_from_the_commit_is_kept(tmp_path):
     script.write_text("x = 2\n")
     changed, difference = recorded_by(script, tmp_path / "3")
     assert changed["changed"] and "-x = 1\n+x = 2\n" in difference and changed["commit"] == clean["commit"]
+    assert changed["sources"] != clean["sources"] == none["sources"]
     assert changed["device"] == processor() and changed["threads"] >= 1 and len(changed["blas"]) > 0
     assert changed["versions"]["torch"] == torch.__version__
 
