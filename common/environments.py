@@ -22,6 +22,7 @@ from common.tensors import default_float
 TRAINING, EVALUATION, RESTART = range(3)  # seed domains
 MAX_STEPS = 27_000  # of one evaluation episode: half an hour of an Atari game
 EVALUATION_BOUNDARY = 100  # steps of an evaluation
+PROGRESS_PERIOD = 10.0  # seconds between two lines of progress where there is no terminal
 
 
 def environment_seeds(seed: int, domain: int, indices: Sequence[int], checkpoint: int = 0) -> list[int]:
@@ -91,6 +92,8 @@ class Environments:
                 raise
             missing = getattr(error, "name", None)
             advice = f" (pip install {missing})" if missing in ("envpool", "minatar") else ""
+            if isinstance(error, gym.error.NameNotFound):
+                advice = " (your own is module:id, such as my_env:Target-v0)"
             flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
             raise BadInput(f"{flags}: {one_line(error)}{advice}") from error
 
@@ -137,7 +140,7 @@ class Environments:
         """Actions (n,) from 0, or (n, d) -> as the space has them: its start, shape, type and bounds."""
         space = self.action_space
         if not isinstance(space, gym.spaces.Box):
-            return (actions + space.start).astype(space.dtype, copy=False)
+            return (actions + getattr(space, "start", 0)).astype(space.dtype, copy=False)
         actions = self.center + self.scale * actions.reshape(-1, *space.shape)
         return actions.clip(space.low, space.high).astype(space.dtype)
 
@@ -310,15 +313,16 @@ def with_vectors(env: gym.Env) -> gym.Env:
 
 class Episode(NamedTuple):
     seed: int
-    actions: list[np.ndarray]  # as the simulator took them
+    first_obs: np.ndarray  # of all of the rank's episodes
+    actions: list[np.ndarray]  # as the simulator took them, with --capture-video
     episodic_return: float
 
 
 @generators_kept()
 def evaluate(
-    act: Callable[[np.ndarray], np.ndarray], args: Any, world: World
+    act: Callable[[np.ndarray], np.ndarray], args: Any, world: World, note: Callable[[str], None] = print
 ) -> tuple[dict[str, float], Episode | None]:
-    """Play --eval-episodes, each from its own seed, always the same -> a row of means; and the first, to film.
+    """Play --eval-episodes, each from its own seed, always the same -> a row of means; and this rank's first.
 
     `act` maps a shard's observations (n, *shape) to actions. Shard s plays the episodes e with e mod the number
     of shards = s. An episode of `MAX_STEPS` counts as it stands. A stop request cuts it short (`world.stop`).
@@ -330,11 +334,13 @@ def evaluate(
     envs = Environments(args, EVALUATION, parts, world) if parts else None
     playing = np.ones(envs.num_envs if envs else 0, dtype=bool)
     obs = envs.reset() if envs else None
-    first_actions = []  # of episode 0, on rank 0
+    first_obs = obs.copy() if envs else None
+    first_actions = []
+    shown = start
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
             actions = np.concatenate([act(obs[shard]) for shard in envs.shards])
-            if playing[0] and args.capture_video and world.rank == 0:
+            if playing[0] and args.capture_video:
                 first_actions.append(np.array(envs.for_simulator(actions)[0]))
             obs, *_ = envs.step(actions)
             for episode_return, length, i in envs.finished:
@@ -346,6 +352,9 @@ def evaluate(
             num_playing = world.gather([playing.sum()]).sum()  # collective
             if num_playing == 0 or world.stop:
                 break
+            if time.perf_counter() > shown + PROGRESS_PERIOD:
+                shown = time.perf_counter()
+                note(f"evaluation: {num_playing:.0f} of {episodes} episodes go on after {step:,} steps")
     for i in playing.nonzero()[0]:
         results[envs.indices[i]] = envs.returns[i], envs.lengths[i]
     if envs:
@@ -353,4 +362,4 @@ def evaluate(
     returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective
     row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean()}
     row |= {"eval/episodes": episodes, "time/eval": time.perf_counter() - start}
-    return row, Episode(envs.seeds[0], first_actions, results[0, 0]) if first_actions else None
+    return row, Episode(envs.seeds[0], first_obs, first_actions, results[0, 0]) if envs else None

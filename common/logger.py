@@ -21,7 +21,7 @@ import torch
 from threadpoolctl import threadpool_info
 
 from common.arguments import MAY_CHANGE_ON_RESUME, RunArgs, flag
-from common.environments import Episode
+from common.environments import PROGRESS_PERIOD, Episode
 from common.processes import BadInput, World, one_line
 
 COLUMNS_OF_ALL = (
@@ -30,7 +30,6 @@ COLUMNS_OF_ALL = (
     *("time/wall", "time/SPS", "time/rollout", "time/update", "time/eval"),
 )
 LOCK_TIMEOUT = 15.0  # seconds to wait for the end of a process that holds the run directory
-PROGRESS_PERIOD = 10.0  # seconds between two lines of progress where there is no terminal
 SHOWN = {"SPS": "time/SPS", "return": "charts/episodic_return", "evaluation": "eval/episodic_return"}
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "box2d", "envpool", "minatar", "mujoco")
 DECIDES_BYTES = ("device", "instructions", "threads", "blas", "sources", "versions")  # of config.json
@@ -74,7 +73,8 @@ class Logger(ExitStack):
         if resumed:
             before = json.loads(config.read_text())
             require_same_run(before, self.record)
-            self._compare(before, "to go on with --run-dir", "no longer the same bytes as without a stop", "before")
+            fault = "no longer the same bytes as without a stop"
+            self._compare(before, "to go on with --run-dir", fault, "before")
         elif config.exists() or (self.dir / "metrics.csv").exists():
             advice = "" if args.resume else ", or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
@@ -93,7 +93,7 @@ class Logger(ExitStack):
                 self.note(f"{fault}: {name} {self.record[name]}, {where} {other.get(name)}")
 
     def compare_ranks(self) -> None:
-        """Raise `BadInput` if ranks have other flags or code; note other processors and versions. Collective."""
+        """Raise `BadInput` if ranks have other flags or code; note what else differs. Collective."""
         fault = "no longer the same bytes as on one process" if self.world.sharded else "ranks differ"
         for rank, other in enumerate(self.world.gather_objects(self.record)):  # collective
             if other["sources"] != self.record["sources"]:

@@ -152,7 +152,7 @@ class World:
         self.store = store
 
     def _watch(self, timeout: float) -> None:
-        """Now and then: tell other ranks of this one's progress; after any rank's, give all `timeout` seconds more.
+        """Tell other ranks of this one's progress; after any rank's, give all `timeout` seconds more.
 
         So a rank may wait for long for another that goes on. `faulthandler` ends a process whatever it hangs in,
         also where this thread cannot run.

@@ -40,6 +40,7 @@ class Run:
         self.envs = envs
         self.logger = logger
         self.device = world.device
+        self.upload = partial(upload, world.device)  # an array -> a tensor, several -> a list
         self.state: dict[str, Any] = {}
         self.replay: Any = None
         self.policies: list[Policy] = []
@@ -50,6 +51,7 @@ class Run:
         self.seconds: Counter[str] = Counter()  # by column
         self.column = "time/rollout"  # of the seconds from `lap_start` on
         self.lap_start = time.perf_counter()
+        self.first_obs: np.ndarray | None = None  # of the last evaluation's episodes
         self.needs_reset = True  # at the beginning and after each checkpoint
         self.global_step = 0  # at the last call of `evaluate_and_checkpoint`
         self.num_checkpoints = 0  # how many have been written
@@ -70,11 +72,6 @@ class Run:
         """What acts in rollouts: the first result of `module`, by numpy where its layers are simple."""
         self.policies.append(Policy(module, self.world, self.logger.note))
         return self.policies[-1]
-
-    def upload(self, *arrays: np.ndarray) -> Any:
-        """An array as a tensor on this rank's device, or several as a list; floats in torch's default type."""
-        tensors = upload(arrays, self.device)
-        return tensors if len(tensors) > 1 else tensors[0]
 
     @torch.no_grad()
     def by_shard(self, function: Callable[..., tuple], *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -242,7 +239,11 @@ class Run:
     def _evaluate(self) -> float:
         """Compare ranks, then play and log the evaluation -> its mean return."""
         check_equal(self.global_step, self.state, self.world)  # collective
-        row, episode = evaluate(self.act, self.args, self.world)  # collective
+        row, episode = evaluate(self.act, self.args, self.world, self.logger.note)  # collective
+        first_obs = episode.first_obs if episode else None
+        if self.first_obs is not None and not np.array_equal(first_obs, self.first_obs):
+            self.logger.note("evaluations began otherwise from the same seeds: no run of this task repeats")
+        self.first_obs = first_obs
         if not self.world.stop:  # which cuts it short
             self.logger.log(self.global_step, row)
             self.logger.film(self.global_step, episode)
@@ -272,7 +273,7 @@ def open_run(
         integers = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
         if integers or not isinstance(space, action_spaces):
             names = " or ".join(kind.__name__ for kind in action_spaces)
-            needed = f"{names.replace('Box', 'Box of floats')}, not {one_line(space)}"
+            needed = f"{names.replace('Box', 'Box of floats')}, not {one_line(space)} (docs/environments.md)"
             raise BadInput(f"--env-id {args.env_id}: its actions must be {needed}.")
         parallel = is_large(envs.single_observation_space) and not world.sharded
         torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))

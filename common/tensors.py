@@ -1,7 +1,6 @@
 """Tensors: of arrays, on a GPU, and of a run's state, which is saved, restored and compared."""
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,17 +25,17 @@ def to_tensor(array: np.ndarray) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % 64 else tensor  # MKL rounds by address
 
 
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Arrays as tensors on `device`; a GPU gets all in one asynchronous copy."""
+def upload(device: torch.device, *arrays: np.ndarray) -> Any:
+    """An array as a tensor on `device`, several as a list: a GPU gets all in one asynchronous copy."""
     tensors = [to_tensor(x) for x in arrays]
-    if device.type == "cpu":
-        return tensors
-    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for part, x in zip(packed.split(sizes), tensors, strict=True):
-        part[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-    parts = packed.to(device, non_blocking=True).split(sizes)
-    return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+    if device.type == "cuda":
+        sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        for part, x in zip(packed.split(sizes), tensors, strict=True):
+            part[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        parts = packed.to(device, non_blocking=True).split(sizes)
+        tensors = [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+    return tensors if len(tensors) > 1 else tensors[0]
 
 
 def state_of(value: Any) -> Any:

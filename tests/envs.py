@@ -133,8 +133,8 @@ class Drawn(gym.Env):
     """An environment of any spaces; its state follows from its seed and all actions, so that no rounding is lost.
 
     `actions`: a number and a start of `Discrete`, the shape of a `Box` of `action_dtype`, or, with "parts" for it, the
-    numbers of a `MultiDiscrete`. Each step may terminate with `end`, truncate with `cut`, or do both. If it
-    `remembers`, an episode depends on how many were before.
+    numbers of a `MultiDiscrete`, with "bits" the size of a `MultiBinary`. Each step may terminate with `end`, truncate
+    with `cut`, or do both. If it `remembers`, an episode depends on how many were before.
 
     `quirks` must not change a number: "infos" of others' names, at two of three steps and at resets; observations in
     one "buffer" or as "lists"; a `Discrete` of "int32" or "int8"; a `Box` in "units" that are 1,024 times smaller; a
@@ -150,6 +150,8 @@ class Drawn(gym.Env):
         self.spaces = spaces
         if action_dtype == "parts":
             self.action_space = gym.spaces.MultiDiscrete(actions, start=[2] * len(actions))
+        elif action_dtype == "bits":
+            self.action_space = gym.spaces.MultiBinary(actions[0])
         elif action_dtype is None:
             integers = next((name for name in quirks if name.startswith("int")), "int64")
             self.action_space = gym.spaces.Discrete(actions[0], start=actions[1], dtype=integers)

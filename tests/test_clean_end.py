@@ -153,7 +153,7 @@ def test_a_run_that_reaches_no_boundary_is_ended(grace, tmp_path):
 
 
 def test_a_stop_in_the_first_evaluation_learns_nothing(tmp_path, monkeypatch):
-    def evaluate(act, args, world):
+    def evaluate(act, args, world, note):
         world.stop = signal.SIGTERM
         return {"eval/episodic_return": 0.0}, None
 

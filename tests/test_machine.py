@@ -51,7 +51,7 @@ def test_an_upload_is_one_copy_of_all_that_is_in_it(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: (copies.append(x), x)[1])
     noise = np.arange(512, dtype=np.float32).reshape(64, 2, 4)
     arrays = [noise[:, 1:], noise[:, 0].T, np.array([True, False, True]), np.zeros((0, 3), np.float32), np.array([7])]
-    there = upload(arrays, SimpleNamespace(type="cuda"))
+    there = upload(SimpleNamespace(type="cuda"), *arrays)
     assert all(np.array_equal(x, y) and x.numpy().dtype == y.dtype for x, y in zip(there, arrays, strict=True))
     (whole,) = copies
     assert all((x.data_ptr() - whole.data_ptr()) % 512 == 0 for x in there if len(x))

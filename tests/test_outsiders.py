@@ -16,7 +16,7 @@ import torch
 import dqn_ddp
 import ppo_ddp
 import sac_ddp
-from common import processes
+from common import environments, processes
 from common.arguments import parse
 from common.encoders import Pixels
 from common.environments import TRAINING, Environments
@@ -49,6 +49,8 @@ class Plain(gym.Env):
 
     def observation(self):
         obs = self.np_random.random(3)
+        if self.how == "unseeded" and self.time == 0:
+            return np.frombuffer(os.urandom(3), np.uint8).astype(np.float32)
         if self.how == "spaces":
             return self.observation_space.sample()
         if self.how == "shape" and self.steps == 15:
@@ -179,6 +181,18 @@ def test_a_run_outlives_what_an_environment_does_at_its_end_and_with_the_folder(
         os.chdir(tmp_path)
         assert (tmp_path / how / "model.pt").exists()
     assert "closed already" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["unseeded", ""])
+def test_a_task_that_does_not_repeat_is_told(how, tmp_path, monkeypatch, capfd):
+    """By what evaluations begin with; and a long evaluation says how far it is."""
+    monkeypatch.setattr(environments, "PROGRESS_PERIOD", 0.0)
+    monkeypatch.setattr(environments, "EVALUATION_BOUNDARY", 5)
+    flags = f"{SHORT} {options(how=how)} --eval-every 128 --eval-episodes 2 --run-dir {tmp_path / 'run'}"
+    ppo_ddp.main(parse(ppo_ddp.Args, flags.split()))
+    said = capfd.readouterr().out
+    assert said.count("no run of this task repeats") == (2 if how else 0)
+    assert said.count("evaluation: 2 of 2 episodes go on after 5 steps") == 3
 
 
 def test_rows_that_cannot_be_kept_end_the_run(tmp_path, monkeypatch):

@@ -57,6 +57,30 @@ def test_a_diff_applies(name, tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype, sizes", [("parts", [3, 2]), ("bits", [2, 2, 2])])
+def test_each_part_of_an_action_is_drawn_from_its_own_distribution(dtype, sizes, tmp_path):
+    """As torch's categorical distributions have it; and a run of such an environment ends well."""
+    tree, script = changed("multidiscrete", tmp_path)
+    module = loaded(tree / script)
+    actions = sizes if dtype == "parts" else [len(sizes)]
+    options = f'{{"shape":[5],"dtype":"float32","actions":{actions},"action_dtype":"{dtype}"}}'
+    flags = {"env_id": "tests.envs:Drawn-v0", "env_kwargs": options, "num_envs": 2, "num_steps": 16}
+    module.main(module.Args(**flags, total_timesteps=64, cuda=False, run_dir=str(tmp_path / "run"), eval_episodes=1))
+    space = gym.spaces.MultiDiscrete(sizes) if dtype == "parts" else gym.spaces.MultiBinary(len(sizes))
+    agent = module.Agent(gym.spaces.Box(-1, 1, (5,)), space)
+    obs = torch.randn(1, 5)
+    torch.nn.init.normal_(agent.actor[-1].weight)
+    parts = [torch.distributions.Categorical(logits=x) for x in agent(obs)[0].detach().split(sizes, -1)]
+    out = agent(obs)[0].detach().expand(4000, -1).numpy()
+    drawn = torch.from_numpy(agent.sample(out, torch.rand(4000, len(sizes)).numpy()))
+    for i, part in enumerate(parts):
+        found = torch.bincount(drawn[:, i], minlength=sizes[i]) / len(drawn)
+        torch.testing.assert_close(found, part.probs[0], atol=0.04, rtol=0)
+    log_prob, entropy, _ = agent.evaluate(obs.expand(4000, -1), drawn)
+    torch.testing.assert_close(log_prob, sum(part.log_prob(drawn[:, i]) for i, part in enumerate(parts)))
+    torch.testing.assert_close(entropy[:1], sum(part.entropy() for part in parts))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFS)
 def test_a_worked_change_keeps_the_promise(name, tmp_path):
