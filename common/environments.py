@@ -93,9 +93,9 @@ class Environments:
             missing = getattr(error, "name", None)
             advice = f" (pip install {missing})" if missing in ("envpool", "minatar") else ""
             if isinstance(error, gym.error.NameNotFound):
-                advice = " (your own is module:id, such as my_env:Target-v0)"
-            flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
-            raise BadInput(f"{flags}: {one_line(error)}{advice}") from error
+                advice = " (if a package or a file of yours registers it: MODULE:ID)"
+            options = f" --env-kwargs {args.env_kwargs}" if args.env_kwargs != "{}" else ""
+            raise BadInput(f"--env-id {args.env_id}{options}: {one_line(error)}{advice}") from error
 
     def reset(self, checkpoint: int = 0) -> np.ndarray:
         """Start an episode in every environment -> observations (n, *shape). `checkpoint`: the last one's.
@@ -283,7 +283,9 @@ class Simulator(gym.Wrapper):
         self.num_steps += 1
         try:
             obs, reward, terminated, truncated, _ = self.env.step(action)
-            reward = float(reward)
+            if isinstance(reward, np.ndarray) and reward.size > 1:
+                raise ValueError(f"its reward is {reward}, where one number is needed")
+            reward = reward.item() if isinstance(reward, np.ndarray) else float(reward)
             if getattr(obs, "shape", None) != self.shape and np.shape(obs) != self.shape:
                 raise ValueError(f"it observed {np.shape(obs)}, where its space has {self.shape}")
         except Exception as error:

@@ -273,7 +273,9 @@ def open_run(
         integers = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
         if integers or not isinstance(space, action_spaces):
             names = " or ".join(kind.__name__ for kind in action_spaces)
-            needed = f"{names.replace('Box', 'Box of floats')}, not {one_line(space)} (docs/environments.md)"
+            needed = (
+                f"{names.replace('Box', 'Box of floats')}, not {one_line(envs.action_space)} (docs/environments.md)"
+            )
             raise BadInput(f"--env-id {args.env_id}: its actions must be {needed}.")
         parallel = is_large(envs.single_observation_space) and not world.sharded
         torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))

@@ -60,7 +60,7 @@ REFUSED = [  # script, flags, what is said
     ("dqn", "--env-id MinAtar/Breakout-v1 --no-scale-pixels", WHOLE),
     ("ppo", "--env-id MultiDiscrete-v0", "not MultiDiscrete([2 2])"),
     ("ppo", "--env-id IntBox-v0", "must be Discrete or Box of floats"),
-    ("ppo", "--env-id NoSuchTask-v0", "your own is module:id"),
+    ("ppo", "--env-id NoSuchTask-v0", "registers it: MODULE:ID"),
     ("dqn", "--env-id Pendulum-v1", "its actions must be Discrete"),
     ("sac", "--env-id CartPole-v1", "its actions must be Box"),
     ("sac", "--env-id ImageBox-v0", "must be an environment with vector observations"),
