@@ -24,8 +24,13 @@ ONE_TO_FIVE = {1: (1, 2, 3, 4, 5), 2: (1, 2)}  # world size: seeds
 ONE_TO_THREE = {1: (1, 2, 3)}
 ONE_AND_TWO = {1: (1,), 2: (1,)}
 
-# as RL Zoo's settings for PPO, apart from normalisation and the larger minibatches
+# as RL Zoo's settings for PPO, apart from normalisation, larger minibatches, our falling rate and clipped value loss
 LUNAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 16 --gamma 0.999 --gae-lambda 0.98 --norm-obs"
+PPO_TOY = "--total-timesteps 1500000 --eval-every 100000 --num-envs 64 --learning-rate 5e-3 --ent-coef 0.05"
+PPO_TOY += " --no-clip-vloss"
+DQN_TOY = "--total-timesteps 300000 --eval-every 20000 --log-every 5000 --num-envs 8 --buffer-size 50000"
+DQN_TOY += " --learning-rate 1e-3 --learning-starts 1000 --train-frequency 4"
+CLIFF = "--env-kwargs '{\"max_episode_steps\": 200}'"
 PPO_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --num-envs 1 --num-steps 2048 --num-minibatches 32"
 PPO_MUJOCO += " --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs"
 SAC_SHORT = "--total-timesteps 300000 --eval-every 15000 --log-every 5000"
@@ -157,6 +162,11 @@ SUITES = {
     "promise": [
         work("ppo_ddp.py", "LunarLander-v3", flags, {1: (1,), 2: (1,), 4: (1,)}, variant)
         for flags, variant in ((f"--shards 4 --checkpoint-every 65536 {PROMISE}", "shards"), (PROMISE, ""))
+    ],
+    "toytext": [
+        work(script, env_id, f"{flags} {own}", ONE_TO_THREE)
+        for env_id, own in (("FrozenLake-v1", "--eval-episodes 100"), ("Taxi-v4", ""), ("CliffWalking-v1", CLIFF))
+        for script, flags in (("ppo_ddp.py", PPO_TOY), ("dqn_ddp.py", DQN_TOY))
     ],
     "minatar": [
         work(script, f"MinAtar/{game}-v1", flags, ONE_TO_THREE, variant)

@@ -87,7 +87,9 @@ def test_links_lead_somewhere(page):
 
 def test_readme_is_short_and_every_page_is_linked():
     readme = (ROOT / "README.md").read_text()
-    assert readme.count("\n") <= 120
+    assert readme.count("\n") <= 90
+    pages = [page.read_text() for page in PAGES[2:] if page.name != "results.md"]
+    assert len(pages) <= 12 and sum(page.count("\n") for page in pages) <= 1200
     for page in PAGES[1:]:
         assert str(page.relative_to(ROOT)) in readme, page
 
@@ -102,8 +104,8 @@ def test_the_environment_of_the_docs_trains(tmp_path, monkeypatch):
 
 
 def test_the_table_of_sizes_has_every_size():
-    """docs/sizes.md: each flag that counts something or is a period, beside the scripts that have it."""
-    page = (ROOT / "docs" / "sizes.md").read_text()
+    """docs/moving.md: each flag that counts something or is a period, beside the scripts that have it."""
+    page = (ROOT / "docs" / "moving.md").read_text().partition("\n## Sizes")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `--(\S+)` \| ([^|]+) \|.*\| (.*) \|$", page, re.MULTILINE)
     told = {name: scripts for name, scripts, _ in rows}
     found = {}
@@ -122,7 +124,7 @@ def test_the_defaults_beside_those_of_others_are_ours(script):
     section = (ROOT / "docs" / "moving.md").read_text().partition(f"\n## {script.upper()}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `--(\S+)` \| (\S+) \|", section, re.MULTILINE)
     args = importlib.import_module(f"{script}_ddp").Args()
-    assert len(rows) > 10
+    assert len(rows) >= 8
     for name, told in rows:
         value = getattr(args, name.replace("-", "_"))
         words = {True: "on", False: "off", None: "none"} if value is None or isinstance(value, bool) else {}
