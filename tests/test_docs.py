@@ -103,6 +103,47 @@ def test_the_environment_of_the_docs_trains(tmp_path, monkeypatch):
     run("ppo_ddp.py", 1, "--env-id my_env:Target-v0 --num-steps 8 --total-timesteps 512", tmp_path / "run")
 
 
+METADRIVE = """
+import gymnasium as gym
+
+
+class MetaDriveEnv(gym.Env):  # as the real one: one in a process, seeds are scenarios, no `options`
+    observation_space = gym.spaces.Box(-1, 1, (3,))
+    action_space = gym.spaces.Box(-1, 1, (2,))
+    alive = []
+
+    def __init__(self, config):
+        self.config = config
+
+    def reset(self, seed=None):
+        self.alive.append(self)
+        assert self.alive.count(self) == len(self.alive)
+        first, count = self.config["start_seed"], self.config["num_scenarios"]
+        assert first <= seed < first + count
+        self.scenario = seed
+        return self.observation_space.low + seed / 99, {}
+
+    def step(self, action):
+        return self.observation_space.low + self.scenario / 99, float(action.sum()), False, False, {"crash": True}
+"""
+
+
+def test_the_wrapper_of_metadrive_trains_ppg(tmp_path, monkeypatch):
+    """In processes of their own, with a stand-in for the package; and every wrapper that the page names is there."""
+    (tmp_path / "metadrive.py").write_text(METADRIVE)
+    for path in (tmp_path, ROOT / "docs" / "wrappers"):
+        monkeypatch.syspath_prepend(path)
+    flags = (
+        '--env-id my_metadrive:Drive-v0 --vectorization async --env-kwargs {"max_episode_steps":9} --eval-episodes 1'
+    )
+    flags += " --num-envs 2 --num-steps 8 --n-pi 1 --num-aux-minibatches 2 --num-minibatches 2 --total-timesteps 64"
+    done = run("ppg_ddp.py", 1, flags, tmp_path / "run")
+    assert len(done.column("eval/episodic_return")) == 2 and sum(done.column("charts/episodes")) > 0
+    page = (ROOT / "docs" / "environments.md").read_text()
+    modules = {path.stem for path in (ROOT / "docs" / "wrappers").glob("*.py")}
+    assert modules == set(re.findall(r"`(my_(?!env)\w+):", page)) and len(modules) >= 5
+
+
 def test_the_table_of_sizes_has_every_size():
     """docs/moving.md: each flag that counts something or is a period, beside the scripts that have it."""
     page = (ROOT / "docs" / "moving.md").read_text().partition("\n## Sizes")[2].partition("\n## ")[0]
