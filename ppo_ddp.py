@@ -6,11 +6,11 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
-Arrays hold all environments of a process. By default processes agree up to rounding: their gradients, moments
-and advantages are sums over all of them. With `--shards N` they agree to the bit: a shard is a group of
-environments whose arithmetic is done in arrays of its own shape, whichever process has it, and shards are
-added in a fixed order. `policy`, `run.by_shard`, `run.backward` and the functions of common/normalization.py do
-this. Every process reaches the lines marked `# collective` equally often: what decides is equal on all.
+Arrays hold the n environments of this process. Runs on different numbers of processes agree up to rounding:
+gradients, running moments and the statistics of advantages are sums over all environments. With `--shards N`
+they agree to the bit: a shard is a group of environments whose arithmetic is done in arrays of its own, in
+whichever process, and shards are added in a fixed order. `run.policy`, `run.by_shard`, `run.backward` and
+common/normalization.py see to it. All processes must reach each line marked `# collective` equally often.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
@@ -298,6 +298,7 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run) -> None:
+    """`run` has processes, environments, log, checkpoints; `args.num_envs` is a total, `envs.num_envs` a process's."""
     world = run.world
     envs = run.envs
     obs_space = envs.single_observation_space
@@ -316,10 +317,10 @@ def train(args: Args, run: Run) -> None:
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     obs_moments = RunningMoments(obs_space.shape, args.norm_obs)
     return_moments = RunningMoments((), args.norm_reward)
-    run.register(agent=agent, optimizer=optimizer, generator=generator)
+    run.register(agent=agent, optimizer=optimizer, generator=generator)  # saved; compared between processes
     run.register(obs_moments=obs_moments, return_moments=return_moments)
     loss_fn = PPOLoss(agent, args)
-    # DDP: it hooks `forward` and nothing else, so it wraps the loss; acting and bootstrapping use the bare agent
+    # DDP averages gradients only if its own `forward` is called, so it wraps the loss; the bare agent acts
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
     policy = run.policy(agent)  # arrays -> out, for vectors by numpy
 
@@ -350,9 +351,9 @@ def train(args: Args, run: Run) -> None:
         # rollout
         if run.needs_reset:  # at the beginning, and after a checkpoint
             next_obs = run.reset_environments()
-            reward_sums = np.zeros(envs.num_envs)
+            reward_sums = np.zeros(envs.num_envs)  # discounted, of the running episodes
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
-        final_obs = {}  # the last observations of truncated episodes, by step and environment
+        final_obs = {}  # the last observations of truncated, not terminated episodes, by step and environment
         for step in range(args.num_steps):
             obs[step] = next_obs
             actions[step] = agent.sample(policy(obs_moments.normalized(next_obs)), noise[step])
