@@ -196,7 +196,7 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run) -> None:
-    """`run` has processes, environments, log, checkpoints; `args.num_envs` is a total, `envs.num_envs` a process's."""
+    """`run` has processes, log, checkpoints. `args.num_envs` is a total, `envs.num_envs` its part here."""
     world = run.world
     envs = run.envs
     obs_space = envs.single_observation_space
@@ -232,7 +232,7 @@ def train(args: Args, run: Run) -> None:
     run.register(q_network=q_network, target_network=target_network, optimizer=optimizer)
     run.register(generator=generator, replay=rb)
     loss_fn = TDLoss(q_network, target_network, args, world.num_shards)
-    # DDP averages gradients only if its own `forward` is called, so it wraps the loss; the bare network acts
+    # DDP averages gradients of calls of its own `forward`: it wraps the loss; the bare network acts
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
     policy = run.policy(q_network)  # by numpy for vectors
 

@@ -298,7 +298,7 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run) -> None:
-    """`run` has processes, environments, log, checkpoints; `args.num_envs` is a total, `envs.num_envs` a process's."""
+    """`run` has processes, log, checkpoints. `args.num_envs` is a total, `envs.num_envs` its part here."""
     world = run.world
     envs = run.envs
     obs_space = envs.single_observation_space
@@ -317,10 +317,10 @@ def train(args: Args, run: Run) -> None:
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
     obs_moments = RunningMoments(obs_space.shape, args.norm_obs)
     return_moments = RunningMoments((), args.norm_reward)
-    run.register(agent=agent, optimizer=optimizer, generator=generator)  # saved; compared between processes
+    run.register(agent=agent, optimizer=optimizer, generator=generator)  # saved, compared
     run.register(obs_moments=obs_moments, return_moments=return_moments)
     loss_fn = PPOLoss(agent, args)
-    # DDP averages gradients only if its own `forward` is called, so it wraps the loss; the bare agent acts
+    # DDP averages gradients of calls of its own `forward`: it wraps the loss; the bare agent acts
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
     policy = run.policy(agent)  # arrays -> out, for vectors by numpy
 
@@ -353,7 +353,7 @@ def train(args: Args, run: Run) -> None:
             next_obs = run.reset_environments()
             reward_sums = np.zeros(envs.num_envs)  # discounted, of the running episodes
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
-        final_obs = {}  # the last observations of truncated, not terminated episodes, by step and environment
+        final_obs = {}  # the last observations of truncated episodes, by step and environment
         for step in range(args.num_steps):
             obs[step] = next_obs
             actions[step] = agent.sample(policy(obs_moments.normalized(next_obs)), noise[step])

@@ -225,7 +225,7 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run) -> None:
-    """`run` has processes, environments, log, checkpoints; `args.num_envs` is a total, `envs.num_envs` a process's."""
+    """`run` has processes, log, checkpoints. `args.num_envs` is a total, `envs.num_envs` its part here."""
     world = run.world
     envs = run.envs
     obs_space = envs.single_observation_space
@@ -271,7 +271,7 @@ def train(args: Args, run: Run) -> None:
     scale = world.num_shards / args.batch_size  # losses are sums, and `run.backward` gives their mean over shards
     critic_loss_fn = CriticLoss(critics, critics_target, actor, log_alpha, scale)
     actor_loss_fn = ActorLoss(actor, log_alpha, critics_frozen, scale)
-    # DDP averages gradients only if its own `forward` is called, so it wraps the losses; the bare actor acts
+    # DDP averages gradients of calls of its own `forward`: it wraps the losses; the bare actor acts
     ddp_critic_loss = DDP(critic_loss_fn, **world.ddp_options) if world.world_size > 1 else critic_loss_fn  # collective
     ddp_actor_loss = DDP(actor_loss_fn, **world.ddp_options) if world.world_size > 1 else actor_loss_fn  # collective
 

@@ -163,7 +163,10 @@ def why_not_the_same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     x, y = ({name: r[name] for name in names if name in r} | r.get("versions", {}) for r in (a, b))
     found = [f"{name} {x[name]} against {y[name]}" for name in x if name in y and x[name] != y[name]]
     sizes = [r.get("world_size") for r in (a, b)]
-    if None not in sizes and sizes[0] != sizes[1] and a.get("args", {}).get("shards") is None:
+    shards = [r.get("args", {}).get("shards") for r in (a, b)]
+    if shards[0] != shards[1]:
+        found.append(f"--shards {shards[0]} against {shards[1]}")
+    elif None not in sizes and sizes[0] != sizes[1] and a.get("args", {}).get("shards") is None:
         found.append(f"{sizes[0]} against {sizes[1]} processes without --shards")
     return found
 
@@ -182,8 +185,14 @@ def main(args: Args) -> int:
     models = a.model is not None and b.model is not None
     if models:
         found += compare_models(a.model, b.model)
+    for curve in (a, b):
+        if curve.path.is_dir() and curve.model is None and curve.record.get("args", {}).get("save_model"):
+            found.append(f"{curve.path}: has no model.pt, so the run has not ended")
     if not found:
-        print(f"the same bytes: {len(b.rows):,} rows{', and the tensors of model.pt' if models else ''}")
+        rows = f"{len(b.rows):,} rows, to step {int(b.rows[-1]['global_step']):,}"
+        print(f"the same bytes: {rows}{', and the tensors of model.pt' if models else ''}")
+    if alone := sorted(a.rows[0].keys() ^ b.rows[0].keys()):
+        print(f"not compared, since only one has it: {', '.join(alone)}")
     elif reasons := why_not_the_same(a.record, b.record):
         print(f"not to be expected to have the same bytes: {', '.join(reasons)}")
     print(*found, sep="\n", end="\n" if found else "")

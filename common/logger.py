@@ -122,8 +122,9 @@ class Logger(ExitStack):
         id_file.write_text(self.wandb.id)
         self.push(lambda kind, error, traceback: self.wandb.finish(exit_code=int(error is not None)))
 
-    def start(self, state: dict[str, float] | None) -> None:
-        """Start the clock and write the first files, or go on from a checkpoint's `state`."""
+    def start(self, state: dict[str, float] | None, total: int = 0) -> None:
+        """Start the clock of `total` transitions and write the first files, or go on from a checkpoint's `state`."""
+        self.total = total
         self.begun = time.perf_counter()
         self.rng_state = torch.get_rng_state()  # None once a draw from it was noted
         if not self.enabled:
@@ -150,7 +151,7 @@ class Logger(ExitStack):
         if sys.stdout.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=self.args.total_timesteps, file=sys.stdout)
+            self.bar = tqdm(total=total, file=sys.stdout)
             self.callback(self.bar.close)
         else:
             self.callback(self._show)
@@ -208,7 +209,7 @@ class Logger(ExitStack):
         step = self.latest["global_step"]
         numbers = [f"{word} {self.latest[name]:,.1f}" for word, name in SHOWN.items() if name in self.latest]
         if self.bar is None:
-            self.note("  ".join([f"{step:,} of {self.args.total_timesteps:,}", *numbers]))
+            self.note("  ".join([f"{step:,} of {self.total:,}", *numbers]))
         else:
             self.bar.set_postfix_str("  ".join(numbers), refresh=False)
             self.bar.update(step - self.bar.n)

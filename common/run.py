@@ -151,7 +151,7 @@ class Run:
             from common.checkpoint import load_model
 
             load_model(args, self.state)
-        self.logger.start(saved.get("logger"))
+        self.logger.start(saved.get("logger"), last_step)
         processes = f"{self.world.world_size} process(es){' through shared memory' if self.world.memory else ''}"
         self.logger.note(f"{last_step:,} transitions by {args.num_envs} environments on {processes}, {self.device}")
         if args.eval_every and not self.global_step:

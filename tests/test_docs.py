@@ -165,7 +165,7 @@ def test_the_defaults_beside_those_of_others_are_ours(script):
     section = (ROOT / "docs" / "moving.md").read_text().partition(f"\n## {script.upper()}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `--(\S+)` \| (\S+) \|", section, re.MULTILINE)
     args = importlib.import_module(f"{script}_ddp").Args()
-    assert len(rows) >= 8
+    assert len(rows) >= 7
     for name, told in rows:
         value = getattr(args, name.replace("-", "_"))
         words = {True: "on", False: "off", None: "none"} if value is None or isinstance(value, bool) else {}
