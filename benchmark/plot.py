@@ -339,10 +339,12 @@ def table(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> str:
     for (env_id, script, world_size), curve in sorted(curves.items()):
         final, (low, high) = curve.final, interval([curve.final])
         several = len(final) > 1
-        deviation = f" ± {final.std(ddof=1):.1f}" if several else ""
+        digits = 2 if abs(final).max() <= 1 else 1
+        deviation = f" ± {final.std(ddof=1):.{digits}f}" if several else ""
         reference = suite.references.get((f"{script}.py", env_id))  # none for a variant
         cells = [env_id, script.replace("_ddp", ""), " and ".join(map(str, curve.world_sizes))]
-        cells += [f"{final.mean():.1f}{deviation} ({len(final)})", f"{low:.1f} to {high:.1f}" if several else ""]
+        cells += [f"{final.mean():.{digits}f}{deviation} ({len(final)})"]
+        cells += [f"{low:.{digits}f} to {high:.{digits}f}" if several else ""]
         cells.append(
             "{} ± {} at {:.2f} M, {}".format(*reference[:2], reference[2] / 1e6, reference[3]) if reference else ""
         )

@@ -140,8 +140,8 @@ def test_the_default_directory_names_the_run_and_is_no_other_run_s(tmp_path, mon
     """Of two runs that start in one folder in the same second each has its own."""
     monkeypatch.chdir(tmp_path)
     args = ppo_ddp.Args(env_id="tests.envs:ShortCartPole-v0")
-    with Logger(args, Path("ppo_ddp.py"), (), World(cuda=False)) as a:
-        with Logger(args, Path("ppo_ddp.py"), (), World(cuda=False)) as b:
+    with Logger(args, ROOT / "ppo_ddp.py", (), World(cuda=False)) as a:
+        with Logger(args, ROOT / "ppo_ddp.py", (), World(cuda=False)) as b:
             names = [logger.dir.relative_to(tmp_path / "runs").name for logger in (a, b)]
     form = r"tests\.envs-ShortCartPole-v0__ppo_ddp__1__\d{8}-\d{6}-\d{6}"
     assert all(re.fullmatch(form, name) for name in names) and len({*names}) == 2
