@@ -196,7 +196,7 @@ def main(args: Args) -> None:
 
 
 def train(args: Args, run: Run) -> None:
-    """`run` has processes, log, checkpoints. `args.num_envs` is a total, `envs.num_envs` its part here."""
+    """`run` has processes, log and files. `args.num_envs` is a total, `envs.num_envs` its part here."""
     world = run.world
     envs = run.envs
     obs_space = envs.single_observation_space
