@@ -138,7 +138,7 @@ def test_the_shortest_runs_of_ppg():
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "minatar.gym", None)
-    with pytest.raises(BadInput, match="^--env-id MinAtar/Breakout-v1 .*minatar.gym"):
+    with pytest.raises(BadInput, match="^--env-id MinAtar/Breakout-v1: .*minatar.gym"):
         ppo_ddp.main(ppo_ddp.Args(env_id="MinAtar/Breakout-v1", run_dir=str(tmp_path / "run")))
     for name, package in {"track": "wandb", "tensorboard": "tensorboard", "capture_video": "av"}.items():
         monkeypatch.setitem(sys.modules, package, None)

@@ -59,7 +59,7 @@ def test_a_film_shows_the_first_episode(env_id, action, shape, rate, tmp_path, m
 
 def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
     """Where, played again, it comes to another return."""
-    episode = Episode(1, [np.array(0)] * 5, 1e6)
+    episode = Episode(1, np.zeros(4), [np.array(0)] * 5, 1e6)
     with pytest.raises(ValueError, match="^played again, the episode came to "):
         film(tmp_path / "videos" / "7.mp4", ppo_ddp.Args(), episode, lambda: None)
     assert not (tmp_path / "videos" / "7.mp4").exists()
