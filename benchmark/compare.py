@@ -191,10 +191,10 @@ def main(args: Args) -> int:
     if not found:
         rows = f"{len(b.rows):,} rows, to step {int(b.rows[-1]['global_step']):,}"
         print(f"the same bytes: {rows}{', and the tensors of model.pt' if models else ''}")
-    if alone := sorted(a.rows[0].keys() ^ b.rows[0].keys()):
-        print(f"not compared, since only one has it: {', '.join(alone)}")
     elif reasons := why_not_the_same(a.record, b.record):
         print(f"not to be expected to have the same bytes: {', '.join(reasons)}")
+    if alone := sorted(a.rows[0].keys() ^ b.rows[0].keys()):
+        print(f"not compared, since only one has it: {', '.join(alone)}")
     print(*found, sep="\n", end="\n" if found else "")
     differences = list(compare_records(a.record, b.record))
     if differences:

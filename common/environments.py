@@ -342,7 +342,7 @@ def evaluate(
     for step in range(1, MAX_STEPS + 1):
         if playing.any():
             actions = np.concatenate([act(obs[shard]) for shard in envs.shards])
-            if playing[0] and args.capture_video:
+            if playing[0] and args.capture_video and world.rank == 0:
                 first_actions.append(np.array(envs.for_simulator(actions)[0]))
             obs, *_ = envs.step(actions)
             for episode_return, length, i in envs.finished:

@@ -125,6 +125,22 @@ def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so(shards, change, re
     assert first == f"not to be expected to have the same bytes: {reason}" if reason else "part in row 1" in first
 
 
+def test_what_cannot_be_compared_is_told(recorded, tmp_path, capsys):
+    """Equal runs on other threads are the same bytes; a column of one alone is named, and a model that is missing."""
+    shutil.copytree(recorded / "a", tmp_path / "b")
+    record = json.loads((recorded / "a" / "config.json").read_text()) | {"threads": 9}
+    (tmp_path / "b" / "config.json").write_text(json.dumps(record))
+    table = tmp_path / "b" / "metrics.csv"
+    header, rest = table.read_text().split("\n", 1)
+    table.write_text(f"{header},losses/mine\n" + rest.replace("\n", ",\n"))
+    code, said = told(capsys, recorded / "a", tmp_path / "b")
+    assert code == 0 and said.splitlines()[1] == "not compared, since only one has it: losses/mine"
+    assert "not to be expected" not in said
+    (tmp_path / "b" / "model.pt").unlink()
+    code, said = told(capsys, recorded / "a", tmp_path / "b")
+    assert code == 1 and "has no model.pt, so the run has not ended" in said and not said.startswith("the same bytes")
+
+
 def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
     """With the step, the column and by how much; and how far a thousandth goes, to which nothing not finite agrees."""
     part = "they part in row 5, step 128: losses/value_loss is "
