@@ -31,6 +31,8 @@ PPO_TOY += " --no-clip-vloss"
 DQN_TOY = "--total-timesteps 300000 --eval-every 20000 --log-every 5000 --num-envs 8 --buffer-size 50000"
 DQN_TOY += " --learning-rate 1e-3 --learning-starts 1000 --train-frequency 4"
 CLIFF = "--env-kwargs '{\"max_episode_steps\": 200}'"
+ROBOTS = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid", "Swimmer", "Reacher", "Pusher")
+ROBOTS += ("InvertedPendulum", "InvertedDoublePendulum")
 PPO_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --num-envs 1 --num-steps 2048 --num-minibatches 32"
 PPO_MUJOCO += " --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs"
 SAC_SHORT = "--total-timesteps 300000 --eval-every 15000 --log-every 5000"
@@ -179,13 +181,12 @@ SUITES = {
         )
     ],
     "mujoco": [
-        work(script, env_id, flags, seeds, variant)
-        for env_id in ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5")
-        for script, flags, seeds, variant in (
-            ("ppo_ddp.py", PPO_MUJOCO, ONE_TO_THREE, ""),
-            ("sac_ddp.py", SAC_MUJOCO, ONE_TO_THREE, ""),
-            ("sac_ddp.py", SAC_SHORT, {1: (1, 2)}, "300k"),
-        )
+        *(work("ppo_ddp.py", f"{robot}-v5", PPO_MUJOCO, {1: (1, 2, 3, 4, 5)}) for robot in ROBOTS),
+        *(
+            work("sac_ddp.py", f"{robot}-v5", flags, seeds, variant)
+            for robot in ROBOTS[:3]
+            for flags, seeds, variant in ((SAC_MUJOCO, ONE_TO_THREE, ""), (SAC_SHORT, {1: (1, 2)}, "300k"))
+        ),
     ],
     "atari": [
         work(script, env_id, flags, ONE_TO_THREE)
