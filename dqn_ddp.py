@@ -241,7 +241,7 @@ def train(args: Args, run: Run) -> None:
         with torch.no_grad():
             return q_network(run.upload(obs)).argmax(-1).cpu().numpy()
 
-    run.load_or_start(act, budget)  # collective
+    run.load_or_start(act, budget, args.batch_size)  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         # act; every process draws the noise of all environments and keeps that of its own
         step = run.global_step // args.num_envs

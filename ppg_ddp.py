@@ -319,8 +319,8 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
 
     They are indices into a flattened (num_steps, n). Each environment's steps are shuffled, in the order of its
     random numbers, and cut into equal parts: a minibatch holds the same number of steps of every environment.
-    Within a minibatch they are in the order of environments, so that each shard's are neighbours: `run.backward`
-    and `standardized` need that.
+    Within a minibatch they are in the order of environments: `run.backward` and `standardized` need each shard's
+    as neighbours.
     """
     num_epochs, n, _ = draws.shape
     inds = draws.argsort(stable=True) * n + torch.arange(n)[:, None]
@@ -330,7 +330,7 @@ def minibatch_inds(draws: torch.Tensor, num_minibatches: int) -> torch.Tensor:
 def minibatch_advantages(advantages: torch.Tensor, inds: torch.Tensor, norm_adv: str, world: World) -> torch.Tensor:
     """Advantages (num_steps, n) -> of all minibatches, (num_epochs, num_minibatches, size), normalised.
 
-    Here and not in the loss, which sees one shard: over all environments, and in one collective for all minibatches.
+    Not in the loss, which sees one shard only; and in one collective for all minibatches.
     """
     if norm_adv == "batch":
         advantages = standardized(advantages, world, dims=2)  # collective
@@ -412,7 +412,7 @@ def train(args: Args, run: Run) -> None:
             out, _ = agent(run.upload(obs_moments.normalized(obs)))
         return agent.mode(out.cpu().numpy())
 
-    run.load_or_start(act, num_iterations * batch_size)  # collective
+    run.load_or_start(act, num_iterations * batch_size, batch_size // args.num_minibatches)  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         global_step = iteration * batch_size
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
@@ -461,8 +461,9 @@ def train(args: Args, run: Run) -> None:
         mb_advantages = minibatch_advantages(t_advantages, inds, args.norm_adv, world)  # collective
         for epoch in range(args.update_epochs):
             kls = []  # of each minibatch
+            minibatches = Batch(*(x[inds[epoch]] for x in batch), mb_advantages[epoch])
             for i in range(args.num_minibatches):
-                minibatch = Batch(*(x[inds[epoch, i]] for x in batch), mb_advantages[epoch, i])
+                minibatch = Batch(*(x[i] for x in minibatches))
                 optimizer.zero_grad()
                 stats = run.backward(ddp_loss, minibatch)  # collective: the mean gradient; stats go to `run.log` too
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)

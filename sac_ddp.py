@@ -285,7 +285,7 @@ def train(args: Args, run: Run) -> None:
             obs = run.upload(obs)
             return actor(obs, obs.new_zeros(len(obs), action_size))[0].cpu().numpy()
 
-    run.load_or_start(act, budget)  # collective
+    run.load_or_start(act, budget, args.batch_size)  # collective
     for global_step in range(run.global_step + args.num_envs, budget + 1, args.num_envs):
         # act; every process draws the noise of all environments and keeps that of its own
         if run.needs_reset:  # at the beginning, and after a checkpoint

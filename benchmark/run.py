@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -168,6 +169,13 @@ def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
     return same and (run_dir / "checkpoints").exists()
 
 
+def end_with_this_on(cores: list[int]) -> None:
+    """In a run's process: end when this program does; take only these cores, so that runs do not share any."""
+    end_with_parent()
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
 def progress(run_dir: Path) -> float:
     """Part of the budget that a run has done."""
     try:
@@ -180,7 +188,7 @@ def progress(run_dir: Path) -> float:
 def seconds_left(waiting: list[Run], active: dict[Run, tuple], durations: dict[str, float], args: Args) -> float | None:
     """Estimate for all, as if the cores stayed full; None until something is known."""
     rates, parts = dict(durations), {run: 1.0 for run in waiting}
-    for run, (_, start, _, before) in active.items():
+    for run, (_, start, _, before, _) in active.items():
         done = progress(run.folder(args.work))
         parts[run] = 1.0 - done
         if done - before > 0.02:
@@ -242,6 +250,8 @@ def main(args: Args) -> int:
     paths = [str(path) for path in (suite.folder, Path.cwd(), ROOT)]  # a user's environments, then ours
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = cores if len(cores) >= args.cores else []  # more ranks than cores share them
     while active or (waiting and not stopped):
         free = 0 if stopped else args.cores - sum(run.world_size for run in active)
         while run := next((run for run in waiting if run.world_size <= free), None):
@@ -253,24 +263,26 @@ def main(args: Args) -> int:
             if not (run.goes_on and started_by(words, run_dir, script)):
                 shutil.rmtree(run_dir, ignore_errors=True)  # of an unfinished one, or of other flags
             log = open(f"{run_dir}.log", "w")
+            own, cores = cores[: run.world_size], cores[run.world_size :]
             process = subprocess.Popen(
                 [sys.executable, *words[1:]],
                 env=env,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_this_on, own),
             )
-            active[run] = (process, time.monotonic(), log, progress(run_dir))  # of an earlier start, if it goes on
+            active[run] = (process, time.monotonic(), log, progress(run_dir), own)  # of an earlier start, if it goes on
         time.sleep(0.2)
         if stopped and not ending:
             ending = True
             print(f"ending {len(active)} runs", flush=True)
             for process, *_ in active.values():
                 process.terminate()
-        for run, (process, start, log, _) in list(active.items()):
+        for run, (process, start, log, _, own) in list(active.items()):
             if process.poll() is None:
                 continue
+            cores += own
             seconds, state = time.monotonic() - start, f"FAILED with code {process.returncode}"
             log.close()
             del active[run]

@@ -97,7 +97,7 @@ def fetch_peers() -> None:
 def timed(command: list[str], threads: int, gpu: bool = False, root: Path = ROOT) -> tuple[str, float, float]:
     """Run to the end -> output, peak memory (MB) of the largest process, seconds."""
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path} | {"OMP_NUM_THREADS": str(threads)}
+    env = os.environ | {"PYTHONPATH": path} | {"OMP_NUM_THREADS": str(threads or CORES)}
     if not gpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     start = time.perf_counter()
@@ -235,6 +235,7 @@ WORKS = {
         "ours t1, --compile": partial(ours, "sac_ddp.py", f"{HOPPER} --compile", 1, 1),
         "peer t2": partial(peer, "sac-hopper", 2_400, 2),
         "ours t2": partial(ours, "sac_ddp.py", HOPPER, 1, 2),
+        "ours, default": partial(ours, "sac_ddp.py", HOPPER, 1, 0),
     },
     7: {"peer": peer_start, "ours": our_start},
     10: pools("CartPole-v1", 8, 100_000) | pools("CartPole-v1", 64, 400_000),
@@ -288,6 +289,7 @@ RATIOS = {
         ("ours t1", "peer t1", "at least 1.1, better 1.6"),
         ("ours t1, --compile", "peer t1", "at least 1.2, better 1.4"),
         ("ours t2", "peer t2", "at least 1.15, better 1.6"),
+        ("ours, default", "peer t1", "at least 1.4"),
     ],
     18: [
         ("1 process, --shards 4", "1 process", "at least 0.6, better 0.8"),

@@ -11,7 +11,7 @@ from common.processes import World
 from common.tensors import default_float, to_tensor
 
 SIMPLE = (nn.Linear, nn.Tanh, nn.ReLU)
-PERIOD = 64  # calls between two comparisons of numpy with the module, the same ones on every process
+PERIOD = 128  # calls between two comparisons of numpy with the module, the same ones on every process
 
 
 class Policy:
@@ -29,15 +29,15 @@ class Policy:
         self.calls = 0  # at 0, as after a resume, it chooses anew
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
-        parts = [obs]
-        if self.world.sharded:  # aligned: MKL rounds by address
-            parts = [to_tensor(part).numpy() for part in np.split(obs, len(self.world.shards))]
+        parts = obs.reshape(len(self.world.shards), -1, *obs.shape[1:])
         if self.calls % PERIOD == 0:
             self._choose(parts)
         self.calls += 1
+        if self.alike:  # at once: numpy makes a product for each shard, as for one alone
+            return self._numpy(parts, self.steps[0]).reshape(len(obs), -1)
         choices = zip(parts, self.steps, strict=True)
         results = [self._numpy(part, steps) if steps else self._torch(part) for part, steps in choices]
-        return np.concatenate(results) if self.world.sharded else results[0]
+        return np.concatenate(results)
 
     def _numpy(self, x: np.ndarray, steps: list[tuple]) -> np.ndarray:
         x = x.astype(self.dtype, copy=False)
@@ -57,12 +57,13 @@ class Policy:
         output = self.module(obs)
         return output[0] if isinstance(output, tuple) else output
 
-    def _choose(self, parts: list[np.ndarray]) -> None:
+    def _choose(self, parts: np.ndarray) -> None:
         """Choose what acts for each shard. Where the module does, it goes on."""
-        vectors = self.world.device.type == "cpu" and parts[0].ndim == 2
+        vectors = self.world.device.type == "cpu" and parts.ndim == 3
         if self.calls == 0:
             self.layers = [self._traced(to_tensor(part)) if vectors else [] for part in parts]
         self.steps = [self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
+        self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
         if vectors and not all(self.steps):
             name = type(self.module).__name__
             reason = "it is not Linear, Tanh and ReLU, one after another"

@@ -102,7 +102,7 @@ class RunArgs:
     compile: bool = False
     """compile losses and gradients (CPU: needs g++): 12 to 18 s and 100 MB a rank, then faster"""
     num_threads: Whole = 0
-    """threads per rank; 0: all cores (torch: one, except for large images without --shards)"""
+    """threads per rank; 0: all cores (torch: one for small networks or batches, and with --shards)"""
     vectorization: Literal["sync", "async"] = "sync"
     """async: one process per environment, for slow simulators; Atari and EnvPool use threads instead"""
     timeout: Seconds = 600.0

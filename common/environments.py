@@ -84,16 +84,11 @@ class Environments:
         life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
         try:
             return make_vec(args, self.names, args.num_threads or self.world.cores, life_loss)
-        except (gym.error.Error, ImportError, OSError, TypeError) as error:
-            # a constructor's own error is no flag's fault
-            if isinstance(error, OSError) and self.family != "ALE":  # for which it is a missing ROM
+        except (gym.error.Error, ImportError, TypeError) as error:
+            if isinstance(error, TypeError) and "argument" not in str(error):  # the constructor's own
                 raise
-            if isinstance(error, TypeError) and "argument" not in str(error):
-                raise
-            missing = getattr(error, "name", None)
-            advice = f" (pip install {missing})" if missing in ("envpool", "minatar") else ""
-            if isinstance(error, gym.error.NameNotFound):
-                advice = " (if a package or a file of yours registers it: MODULE:ID)"
+            unknown = isinstance(error, gym.error.NameNotFound)
+            advice = " (if a package or a file of yours registers it: MODULE:ID)" if unknown else ""
             options = f" --env-kwargs {args.env_kwargs}" if args.env_kwargs != "{}" else ""
             raise BadInput(f"--env-id {args.env_id}{options}: {one_line(error)}{advice}") from error
 

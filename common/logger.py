@@ -291,7 +291,7 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
         "command": shlex.join(sys.argv),
         "device": device,
         "instructions": torch.backends.cpu.get_cpu_capability(),  # such as AVX512
-        "threads": torch.get_num_threads(),
+        "threads": args.num_threads or (1 if world.sharded else world.cores),  # at most
         "blas": sorted(f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in blas),
         "sources": sources(script),
         "commit": commit,

@@ -15,7 +15,6 @@ from torch import nn
 
 from common.acting import Policy
 from common.arguments import RunArgs
-from common.encoders import is_large
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
 from common.processes import BadInput, Stopped, World, one_line, process_kept
@@ -24,6 +23,7 @@ from common.tensors import check_equal, for_model, state_of, upload
 
 STOP_PERIOD = 100  # transitions (all ranks) after which ranks exchange stop requests
 CHUNK = 1024  # rows of a network's input, for memory
+PARALLEL = 2**23  # rows times weights of a layer, from which threads help
 
 
 def crossed(period: int, before: int, now: int) -> bool:
@@ -131,12 +131,18 @@ class Run:
         means = [[of_shard.mean().item()] for of_shard in torch.stack(values, 1).double()]
         return self.world.gather_shards(means).mean()  # collective
 
-    def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int) -> None:
+    def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int, num_rows: int) -> None:
         """Go on from a checkpoint or load a model, and evaluate before anything is learned.
 
-        `last_step`: of the run. `act`: a shard's observations (n, *shape) -> actions.
+        `act`: a shard's observations (n, *shape) -> actions. `last_step`: of the run.
+        `num_rows`: of a gradient step, all ranks; they decide on torch's threads.
         """
         args = self.args
+        modules = [x for x in self.state.values() if isinstance(x, nn.Module)]
+        largest = max((p.numel() for x in modules for p in x.parameters()), default=0)
+        large = largest * num_rows // self.world.world_size >= PARALLEL
+        if large and not args.num_threads and not self.world.sharded:
+            torch.set_num_threads(self.world.cores)
         self.act = act
         self.last_step = last_step
         saved = {}
@@ -272,13 +278,10 @@ def open_run(
         space = envs.single_action_space
         integers = isinstance(space, gym.spaces.Box) and not np.issubdtype(space.dtype, np.floating)
         if integers or not isinstance(space, action_spaces):
-            names = " or ".join(kind.__name__ for kind in action_spaces)
-            needed = (
-                f"{names.replace('Box', 'Box of floats')}, not {one_line(envs.action_space)} (docs/environments.md)"
-            )
-            raise BadInput(f"--env-id {args.env_id}: its actions must be {needed}.")
-        parallel = is_large(envs.single_observation_space) and not world.sharded
-        torch.set_num_threads(args.num_threads or (world.cores if parallel else 1))
+            needed = " or ".join(kind.__name__ for kind in action_spaces).replace("Box", "Box of floats")
+            fault = f"must be {needed}, not {one_line(envs.action_space)} (docs/environments.md)"
+            raise BadInput(f"--env-id {args.env_id}: its actions {fault}.")
+        torch.set_num_threads(args.num_threads or 1)  # until the networks are known
         with Logger(args, Path(script), columns, world) as logger, world.open(args.timeout):
             if "flattened" in envs.envs.metadata:
                 numbers = f"{envs.single_observation_space.shape[0]} numbers"

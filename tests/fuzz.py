@@ -44,7 +44,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import gymnasium as gym
-import numpy as np
 import torch
 import tyro
 from torch.utils._pytree import tree_leaves
@@ -356,24 +355,16 @@ def start_rank(script: str, words: list[str], broken: str, sockets: bool) -> Non
 
 
 def assert_aligned() -> None:
-    """From now on, assert the address of each matrix or image that enters a loss or a network, here or by numpy."""
-
-    def check(what: str, inputs: tuple) -> None:
-        for x in tree_leaves(inputs):
-            address = x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data if isinstance(x, np.ndarray) else 0
-            if address % 64 and x.ndim > 1 and len(x):
-                raise AssertionError(f"{what}: an input of {tuple(x.shape)} begins {address % 64} bytes too late")
+    """From now on, assert the address of each matrix or image that enters a loss or a network."""
 
     def before_forward(module: torch.nn.Module, inputs: tuple) -> None:
         name = type(module).__name__
-        if not torch.compiler.is_compiling() and (name.endswith("Loss") or name in NETWORKS):
-            check(name, inputs)
+        if torch.compiler.is_compiling() or not (name.endswith("Loss") or name in NETWORKS):
+            return
+        for x in tree_leaves(inputs):
+            late = x.data_ptr() % 64 if isinstance(x, torch.Tensor) and x.ndim > 1 and len(x) else 0
+            assert late == 0, f"{name}: an input of {tuple(x.shape)} begins {late} bytes too late"
 
-    def checked(self: Any, x: np.ndarray, steps: list[tuple]) -> np.ndarray:
-        check("acting", x)
-        return numpy(self, x, steps)
-
-    numpy, acting.Policy._numpy = acting.Policy._numpy, checked
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
 
 

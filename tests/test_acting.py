@@ -170,6 +170,19 @@ def test_a_shard_acts_alike_whichever_process_it_is_in():
     assert len(notes) == 2 and notes[0] == notes[1]
 
 
+def test_products_of_shards_at_once_are_those_of_each_alone():
+    """To the bit, of any shape and at any address: numpy acts for all shards of a process at once."""
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        shards, n, d, size = 2 ** rng.integers(4), rng.integers(1, 20), rng.integers(1, 400), rng.choice([1, 2, 17, 64])
+        dtype = rng.choice([np.float32, np.float64])
+        memory = rng.normal(size=shards * n * d + 5).astype(dtype)[rng.integers(5) :]
+        x = memory[: shards * n * d].reshape(shards, n, d)
+        weight = rng.normal(size=(size, d)).astype(dtype).T
+        apart = [np.tanh(part.copy() @ weight) for part in x]
+        assert np.array_equal(np.tanh(x @ weight), apart), (x.shape, size, dtype)
+
+
 def test_images_are_for_the_module():
     """Nothing is said."""
     notes = []
