@@ -6,11 +6,11 @@
 
 To use it in a project of your own, copy this file and `common/`.
 
-Arrays hold the n environments of this process. Runs on different numbers of processes agree up to rounding:
-gradients, running moments and the statistics of advantages are sums over all environments. With `--shards N`
-they agree to the bit: a shard is a group of environments whose arithmetic is done in arrays of its own, in
-whichever process, and shards are added in a fixed order. `run.policy`, `run.by_shard`, `run.backward` and
-common/normalization.py see to it. All processes must reach each line marked `# collective` equally often.
+Arrays hold the n environments of this process; gradients, running moments and the statistics of advantages are
+of all environments. So the number of processes changes only rounding, and with `--shards N` nothing: a shard is a
+group of environments whose arithmetic is done in arrays of its own, and shards are added in a fixed order, by
+`run.policy`, `run.by_shard`, `run.backward` and common/normalization.py. All processes must reach each line
+marked `# collective` equally often.
 
 Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays it out):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
@@ -315,14 +315,14 @@ def train(args: Args, run: Run) -> None:
     agent = Agent(obs_space, envs.single_action_space, args.network).to(run.device)
     parameters = list(agent.parameters())
     optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    obs_moments = RunningMoments(obs_space.shape, args.norm_obs)
+    obs_moments = RunningMoments(obs_space.shape, args.norm_obs)  # False: no effect
     return_moments = RunningMoments((), args.norm_reward)
-    run.register(agent=agent, optimizer=optimizer, generator=generator)  # saved, compared
+    run.register(agent=agent, optimizer=optimizer, generator=generator)  # saved, compared between processes
     run.register(obs_moments=obs_moments, return_moments=return_moments)
     loss_fn = PPOLoss(agent, args)
     # DDP averages gradients of calls of its own `forward`: it wraps the loss; the bare agent acts
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
-    policy = run.policy(agent)  # arrays -> out, for vectors by numpy
+    policy = run.policy(agent)  # arrays -> out of the current weights, for vectors by numpy
 
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)
@@ -341,7 +341,7 @@ def train(args: Args, run: Run) -> None:
             out, _ = agent(run.upload(obs_moments.normalized(obs)))
         return agent.mode(out.cpu().numpy())
 
-    run.load_or_start(act, num_iterations * batch_size, batch_size // args.num_minibatches)  # collective
+    run.load_or_start(act, num_iterations * batch_size, num_rows=batch_size // args.num_minibatches)  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         global_step = iteration * batch_size
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
@@ -353,11 +353,10 @@ def train(args: Args, run: Run) -> None:
             next_obs = run.reset_environments()
             reward_sums = np.zeros(envs.num_envs)  # discounted, of the running episodes
         noise = draw(args.num_steps, args.num_envs, *action_shape, generator=generator)[:, local_envs].numpy()
-        final_obs = {}  # the last observations of truncated episodes, by step and environment
+        final_obs = {}  # of truncated episodes, by (step, environment): next_obs already begins the next episode
         for step in range(args.num_steps):
             obs[step] = next_obs
             actions[step] = agent.sample(policy(obs_moments.normalized(next_obs)), noise[step])
-            # an environment that ends is reset in the same step: next_obs is the next episode's first observation
             next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
             final_obs |= {(step, i): x for i, x in infos["final_obs"].items()}
 
@@ -368,10 +367,10 @@ def train(args: Args, run: Run) -> None:
         return_moments.update(discounted, world)  # collective
         learned_rewards = return_moments.scaled(learned_rewards)
         t_obs, t_actions = run.upload(obs_moments.normalized(obs), actions)  # as tensors (num_steps, n, ...)
-        t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)
+        t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)  # without gradients
         _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
         for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not
-            with torch.no_grad():  # one at a time, so that no shape depends on how many there are here
+            with torch.no_grad():  # one at a time: rounding depends on the batch's size
                 _, final_value = agent(run.upload(obs_moments.normalized(x[None])))
             learned_rewards[step, i] += args.gamma * final_value.item()
         values = t_values.cpu().numpy()
@@ -391,7 +390,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 minibatch = Batch(*(x[i] for x in minibatches))
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatch)  # collective: the mean gradient; stats go to `run.log` too
+                stats = run.backward(ddp_loss, minibatch)  # collective: the global mean gradient; own stats
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 kls.append(stats["approx_kl"])
@@ -400,7 +399,7 @@ def train(args: Args, run: Run) -> None:
 
         row = {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= explained_variance(advantages, values, world)  # collective
-        run.log(global_step, row)  # collective
+        run.log(global_step, row)  # collective; with ended episodes
         if run.evaluate_and_checkpoint(global_step):  # collective; True: end the run
             break
 

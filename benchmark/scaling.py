@@ -80,6 +80,7 @@ def draw(args: Args) -> None:
         for row in csv.DictReader(file):
             speeds[row["work"]][int(row["processes"])].append(float(row["steps_per_second"]))
             device = row["device"]
+    cores = int(device.split()[0])
     text = "| work | processes | steps per second, median [lowest, highest] | efficiency |\n| --- | --- | --- | --- |\n"
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -88,13 +89,17 @@ def draw(args: Args) -> None:
         efficiency = {ranks: median / ranks / medians[1] for ranks, median in medians.items()}
         for ranks, values in by_ranks.items():
             spread = f"{medians[ranks]:,.0f} [{min(values):,.0f}, {max(values):,.0f}]"
-            text += f"| {name} | {ranks} | {spread} | {efficiency[ranks]:.2f} |\n"
+            number = f"{ranks} (more than cores)" if ranks > cores else f"{ranks}"
+            text += f"| {name} | {number} | {spread} | {efficiency[ranks]:.2f} |\n"
         speedups = [x / medians[1] for x in medians.values()]
         left.plot(medians.keys(), speedups, "o--", color=colour, label=name)  # nothing is measured between points
         right.plot(efficiency.keys(), efficiency.values(), "o--", color=colour)
     ticks = list(medians)
     left.plot(ticks, ticks, color="grey", linestyle=":", label="ideal")
     right.axhline(1.0, color="grey", linestyle=":")
+    if ticks[-1] > cores:
+        left.axvspan(cores, ticks[-1], color="grey", alpha=0.15, label="more processes than cores")
+        right.axvspan(cores, ticks[-1], color="grey", alpha=0.15)
     left.set(xlabel="processes", ylabel="steps/s (one process: 1)", xticks=ticks)
     right.set(xlabel="processes", ylabel="efficiency", xticks=ticks)
     right.set_ylim(0.0, 1.1 * right.get_ylim()[1])

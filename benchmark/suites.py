@@ -35,9 +35,20 @@ ROBOTS = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid", "Swimmer", "Re
 ROBOTS += ("InvertedPendulum", "InvertedDoublePendulum")
 PPO_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --num-envs 1 --num-steps 2048 --num-minibatches 32"
 PPO_MUJOCO += " --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs"
+# as RL Zoo's settings for PPO, apart from larger minibatches and its state-dependent exploration, which we lack
+PPO_LUNAR = f"{LUNAR} --num-steps 1024 --num-minibatches 64 --learning-rate 3e-4"
+PPO_WALKER = "--total-timesteps 5000000 --eval-every 250000 --num-envs 32 --num-steps 2048 --num-minibatches 256"
+PPO_WALKER += " --update-epochs 10 --learning-rate 3e-4 --gamma 0.999 --clip-coef 0.18 --ent-coef 0 --norm-obs"
+PPO_PENDULUM = "--total-timesteps 102400 --eval-every 8192 --num-steps 1024 --num-minibatches 64 --update-epochs 10"
+PPO_PENDULUM += " --learning-rate 1e-3 --gamma 0.9 --ent-coef 0"
+PPO_CAR = "--total-timesteps 100000 --eval-every 10000 --num-envs 8 --num-steps 256 --num-minibatches 32 --norm-obs"
+PPO_CAR += " --update-epochs 10 --learning-rate 3e-4 --gamma 0.9999 --gae-lambda 0.9 --ent-coef 0.004"
+SAC_BOX2D = "--total-timesteps 500000 --eval-every 25000 --log-every 10000 --checkpoint-every 25000 --compile"
+SAC_CAR = "--total-timesteps 50000 --eval-every 5000 --gamma 0.9999 --tau 0.01"
 SAC_SHORT = "--total-timesteps 300000 --eval-every 15000 --log-every 5000"
 # about two hours each on a core; they go on after a stop
 SAC_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --log-every 10000 --checkpoint-every 50000 --compile"
+GAMES = ("Breakout", "SpaceInvaders", "Asterix", "Freeway", "Seaquest")
 PPO_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 64 --num-minibatches 8 --learning-rate 2e-3"
 PPO_MINATAR += " --no-norm-reward --no-clip-vloss"
 PPG_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --num-envs 64 --num-minibatches 8 --learning-rate 2e-3"
@@ -124,7 +135,7 @@ SUITES = {
         work(
             "ppo_ddp.py",
             "LunarLander-v3",
-            f"{LUNAR} --num-steps 1024 --num-minibatches 64 --learning-rate 3e-4",
+            PPO_LUNAR,
             ONE_TO_FIVE,
         ),
         work("ppg_ddp.py", "LunarLander-v3", f"{LUNAR} --num-minibatches 8 --update-epochs 4", ONE_TO_FIVE),
@@ -172,13 +183,31 @@ SUITES = {
     ],
     "minatar": [
         work(script, f"MinAtar/{game}-v1", flags, ONE_TO_THREE, variant)
-        for game in ("Breakout", "SpaceInvaders", "Asterix", "Freeway", "Seaquest")
+        for game in GAMES
         for script, flags, variant in (
             ("ppo_ddp.py", PPO_MINATAR, ""),
             ("ppg_ddp.py", PPG_MINATAR, ""),
             ("dqn_ddp.py", DQN_MINATAR, ""),
             ("dqn_ddp.py", f"{DQN_MINATAR} --prioritized", "prioritized"),
         )
+    ],
+    "continuous": [
+        work(script, env_id, flags, ONE_TO_THREE)
+        for script, env_id, flags in (
+            ("ppo_ddp.py", "BipedalWalker-v3", PPO_WALKER),
+            ("ppo_ddp.py", "LunarLanderContinuous-v3", PPO_LUNAR),
+            ("ppo_ddp.py", "MountainCarContinuous-v0", PPO_CAR),
+            ("ppo_ddp.py", "Pendulum-v1", PPO_PENDULUM),
+            ("sac_ddp.py", "BipedalWalker-v3", SAC_BOX2D),
+            ("sac_ddp.py", "LunarLanderContinuous-v3", SAC_BOX2D),
+            ("sac_ddp.py", "MountainCarContinuous-v0", SAC_CAR),
+            ("sac_ddp.py", "Pendulum-v1", "--total-timesteps 20000 --eval-every 1000"),
+        )
+    ],
+    "minatar-3m": [
+        work(script, f"MinAtar/{game}-v1", flags.replace("1000000", "3000000"), ONE_TO_THREE)
+        for game in GAMES
+        for script, flags in (("ppo_ddp.py", PPO_MINATAR), ("ppg_ddp.py", PPG_MINATAR))
     ],
     "mujoco": [
         *(work("ppo_ddp.py", f"{robot}-v5", PPO_MUJOCO, {1: (1, 2, 3, 4, 5)}) for robot in ROBOTS),
@@ -209,6 +238,7 @@ SUITES = {
 }
 
 CLEANRL, RL_ZOO = "CleanRL's documentation", "RL Zoo's benchmark page, one run"
+TIANSHOU = "Tianshou's benchmark, best mean of ten seeds within the budget"
 REFERENCES = {  # (script, environment): (return, spread, transitions, source)
     ("ppo_ddp.py", "CartPole-v1"): (490, 6, 500_000, CLEANRL),
     ("dqn_ddp.py", "CartPole-v1"): (489, 16, 500_000, CLEANRL),
@@ -218,6 +248,21 @@ REFERENCES = {  # (script, environment): (return, spread, transitions, source)
     ("ppo_ddp.py", "HalfCheetah-v5"): (1443, 46, 1_000_000, f"{CLEANRL} (v4)"),
     ("ppo_ddp.py", "Hopper-v5"): (2383, 272, 1_000_000, f"{CLEANRL} (v4)"),
     ("ppo_ddp.py", "Walker2d-v5"): (2288, 572, 1_000_000, f"{CLEANRL} (v4)"),
+    ("ppo_ddp.py", "Ant-v5"): (3258, 1079, 1_000_000, f"{TIANSHOU} (v3)"),
+    ("ppo_ddp.py", "Humanoid-v5"): (716, 49, 1_000_000, f"{CLEANRL} (v4)"),
+    ("ppo_ddp.py", "Swimmer-v5"): (67, 99, 1_000_000, f"{TIANSHOU} (v3)"),
+    ("ppo_ddp.py", "Reacher-v5"): (-4.1, 0.3, 1_000_000, f"{TIANSHOU} (v2)"),
+    ("ppo_ddp.py", "Pusher-v5"): (-40.4, 7.2, 1_000_000, f"{CLEANRL} (v4)"),
+    ("ppo_ddp.py", "InvertedPendulum-v5"): (963, 22, 1_000_000, f"{CLEANRL} (v4)"),
+    ("ppo_ddp.py", "InvertedDoublePendulum-v5"): (9231, 270, 1_000_000, f"{TIANSHOU} (v2)"),
+    ("ppo_ddp.py", "BipedalWalker-v3"): (213, 129, 5_000_000, RL_ZOO),
+    ("ppo_ddp.py", "LunarLanderContinuous-v3"): (271, 32, 1_000_000, f"{RL_ZOO} (v2)"),
+    ("ppo_ddp.py", "MountainCarContinuous-v0"): (88.3, 2.6, 20_000, RL_ZOO),
+    ("ppo_ddp.py", "Pendulum-v1"): (-172, 104, 100_000, RL_ZOO),
+    ("sac_ddp.py", "BipedalWalker-v3"): (298, 33, 500_000, RL_ZOO),
+    ("sac_ddp.py", "LunarLanderContinuous-v3"): (260, 65, 500_000, f"{RL_ZOO} (v2)"),
+    ("sac_ddp.py", "MountainCarContinuous-v0"): (94.7, 1.1, 50_000, RL_ZOO),
+    ("sac_ddp.py", "Pendulum-v1"): (-157, 89, 20_000, RL_ZOO),
     ("sac_ddp.py", "HalfCheetah-v5"): (9635, 1424, 1_000_000, f"{CLEANRL} (v4)"),
     ("sac_ddp.py", "Hopper-v5"): (2310, 343, 1_000_000, f"{CLEANRL} (v4)"),
     ("sac_ddp.py", "Walker2d-v5"): (3591, 911, 1_000_000, f"{CLEANRL} (v4)"),
@@ -234,6 +279,9 @@ SCALES = {
     "Acrobot-v1": (-500, -80),
     "LunarLander-v3": (-180, 250),
     "Pendulum-v1": (-1230, -150),
+    "BipedalWalker-v3": (-99, 310),
+    "LunarLanderContinuous-v3": (-200, 280),
+    "MountainCarContinuous-v0": (-33, 95),
     "FrozenLake-v1": (0, 0.75),
     "Taxi-v4": (-765, 8),
     "CliffWalking-v1": (-2041, -13),

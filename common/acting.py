@@ -33,7 +33,7 @@ class Policy:
         if self.calls % PERIOD == 0:
             self._choose(parts)
         self.calls += 1
-        if self.alike:  # at once: numpy makes a product for each shard, as for one alone
+        if self.alike:  # numpy makes a product for each shard
             return self._numpy(parts, self.steps[0]).reshape(len(obs), -1)
         choices = zip(parts, self.steps, strict=True)
         results = [self._numpy(part, steps) if steps else self._torch(part) for part, steps in choices]

@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from numbers import Real
@@ -191,24 +190,23 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flag_in(word: str) -> str:
-    """The flag of a word of the command line, such as --num-envs of --num_envs=8."""
-    return word.partition("=")[0].replace("_", "-")
-
-
-def parse(args_type: type[RunArgs], words: list[str]) -> RunArgs:
+def parse(args_type: type[RunArgs], words: list[str], prints: bool = True) -> RunArgs:
     """The command line's `words` as an instance of `args_type`; --help has the titles of `GROUPS`."""
     fields = {field.name: field for field in dataclasses.fields(args_type)}
     switches = {flag(name) for name, field in fields.items() if field.type is bool}
     plain = []  # --flag=False and --flag False, as sweeps write them, are --no-flag
-    for word in (part for x in words for part in (x.split("=", 1) if flag_in(x) in switches else [x])):
-        last = flag_in(plain[-1]) if plain else ""
-        if last not in switches or word.startswith("-"):
-            plain.append(word)
-        elif word.lower() in ("true", "false"):
-            plain[-1] = last if word.lower() == "true" else f"--no-{last[2:]}"
-        else:
-            raise BadInput(f"{last} {word}: must be True or False.")
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if plain and plain[-1] in switches and not word.startswith("-"):
+            name = plain.pop()
+            value = word
+        elif name not in switches or not equals:
+            plain.append(name if name in switches else word)
+            continue
+        if value.lower() not in ("true", "false"):
+            raise BadInput(f"{name} {value}: must be True or False.")
+        plain.append(name if value.lower() == "true" else f"--no-{name[2:]}")
     groups = {title: fields.keys() & {*names.split()} for title, names in GROUPS.items()}
     groups["algorithm"] = fields.keys() - {*" ".join(GROUPS.values()).split()}
     boxes = []  # tyro shows a nested dataclass as a box, without the fields that are not for `__init__`
@@ -216,8 +214,8 @@ def parse(args_type: type[RunArgs], words: list[str]) -> RunArgs:
         hidden = [(x, Any, dataclasses.field(default=fields[x].default, init=False)) for x in fields if x not in names]
         unchecked = {"__post_init__": lambda self: None}
         boxes.append((title, dataclasses.make_dataclass(title, hidden, bases=(args_type,), namespace=unchecked)))
-    config = (tyro.conf.OmitArgPrefixes,)
-    parsed = tyro.cli(dataclasses.make_dataclass("Flags", boxes), args=plain, config=config)
+    flags = dataclasses.make_dataclass("Flags", boxes)
+    parsed = tyro.cli(flags, args=plain, config=(tyro.conf.OmitArgPrefixes,), console_outputs=prints)
     return args_type(**{name: getattr(getattr(parsed, title), name) for title in groups for name in groups[title]})
 
 
@@ -227,15 +225,13 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
     torchrun ends all ranks after the first to end, so ranks sleep before they end with what rank 0 says too.
     """
     rank = int(os.environ.get("RANK") or 0)
-    nowhere = open(os.devnull, "w")
     code = 0
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             end_with_parent()  # no rank outlives a killed torchrun
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             socket.create_connection(address).close()  # refused if it was killed before
-        with redirect_stdout(nowhere if rank else sys.stdout), redirect_stderr(nowhere if rank else sys.stderr):
-            args = parse(args_type, sys.argv[1:])
+        args = parse(args_type, sys.argv[1:], prints=rank == 0)
         if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             print("srun has started several tasks: each trains alone (docs/launching.md)", file=sys.stderr)
         gc.freeze()  # what the imports made stays, so it need not be walked at each collection

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import filelock
 import torch
 from threadpoolctl import threadpool_info
+from tqdm import tqdm
 
 from common.arguments import MAY_CHANGE_ON_RESUME, RunArgs, flag
 from common.environments import PROGRESS_PERIOD, Episode
@@ -42,7 +43,7 @@ class Logger(ExitStack):
         super().__init__()
         self.args = args
         self.script = script
-        self.columns = (*COLUMNS_OF_ALL, *columns)  # the script's own too
+        self.columns = (*COLUMNS_OF_ALL, *columns)
         self.world = world
         self.enabled = world.rank == 0
         self.dir: Path | None = None  # the run directory, on rank 0
@@ -51,7 +52,6 @@ class Logger(ExitStack):
         self.unshown = False  # whether there is a newer row
         self.evaluated = 0.0  # seconds of evaluations and films
         self.record = run_record(args, script, self.columns, world)
-        self.bar: Any = None  # of tqdm, on a terminal
         self.wandb: Any = None
         self.tensorboard: Any = None
         if self.enabled:
@@ -148,13 +148,9 @@ class Logger(ExitStack):
             purge_step = state["step"] + 1 if state else 0
             self.tensorboard = SummaryWriter(self.dir / "tensorboard", purge_step=purge_step)
             self.callback(self.tensorboard.close)
-        if sys.stdout.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total, file=sys.stdout)
-            self.callback(self.bar.close)
-        else:
-            self.callback(self._show)
+        self.bar = tqdm(total=total, file=sys.stdout, disable=not sys.stdout.isatty())
+        self.callback(self.bar.close)
+        self.callback(self._show)
 
     def state(self) -> dict[str, float]:
         """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
@@ -197,7 +193,7 @@ class Logger(ExitStack):
             self.tensorboard.add_scalar(name, value, step)
         self.latest |= row
         self.unshown = True
-        if self.bar is not None or "time/eval" in row or time.perf_counter() > self.shown + PROGRESS_PERIOD:
+        if not self.bar.disable or "time/eval" in row or time.perf_counter() > self.shown + PROGRESS_PERIOD:
             self._show()
 
     def _show(self) -> None:
@@ -208,7 +204,7 @@ class Logger(ExitStack):
         self.unshown = False
         step = self.latest["global_step"]
         numbers = [f"{word} {self.latest[name]:,.1f}" for word, name in SHOWN.items() if name in self.latest]
-        if self.bar is None:
+        if self.bar.disable:
             self.note("  ".join([f"{step:,} of {self.total:,}", *numbers]))
         else:
             self.bar.set_postfix_str("  ".join(numbers), refresh=False)
@@ -218,7 +214,8 @@ class Logger(ExitStack):
         """Print a line, on rank 0."""
         if self.enabled:
             try:
-                print(text, flush=True) if self.bar is None else self.bar.write(text)
+                tqdm.write(text)
+                sys.stdout.flush()
             except UnicodeEncodeError:  # a console may know fewer letters
                 print(ascii(text), flush=True)
             except OSError:  # nobody reads it, or a disk is full: no reason to stop learning

@@ -1,5 +1,7 @@
 """What the scripts set on the machine, and what they copy to a GPU."""
 
+import json
+import math
 import platform
 import subprocess
 import sys
@@ -9,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+import dqn_ddp
+import ppo_ddp
+import sac_ddp
+from common.run import Run
 from common.tensors import upload
 from runs import ROOT
 
@@ -42,6 +48,32 @@ def test_freed_memory_is_kept_and_denormals_are_zero_in_a_run(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     *_, faults, denormals = done.stdout.splitlines() or [done.stderr]
     assert int(faults) < 100 and denormals == "0.0 0.0", done.stdout + done.stderr
+
+
+SIZES = {  # script, settings, threads of three cores
+    "small": (ppo_ddp, {"total_timesteps": 512}, 1),
+    "large batches": (ppo_ddp, {"total_timesteps": 8192, "num_envs": 64}, 3),
+    "wide": (sac_ddp, {"total_timesteps": 24, "learning_starts": 16}, 3),
+    "shards": (sac_ddp, {"total_timesteps": 24, "learning_starts": 16, "num_envs": 2, "shards": 2}, 1),
+    "by flag": (dqn_ddp, {"total_timesteps": 24, "learning_starts": 16, "num_threads": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_torch_takes_all_cores_where_networks_and_batches_are_large(size, tmp_path, monkeypatch):
+    """And one thread else, also for the networks' first weights; the record has how many it may take."""
+    script, settings, threads = SIZES[size]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr("common.processes.container_limit", lambda _: math.inf)
+    seen = []
+    for name in ("register", "backward"):
+        call = getattr(Run, name)
+        watched = lambda *args, call=call, **how: (seen.append(torch.get_num_threads()), call(*args, **how))[1]  # noqa: E731
+        monkeypatch.setattr(Run, name, watched)
+    script.main(script.Args(**settings, cuda=False, eval_every=0, run_dir=str(tmp_path / "run")))
+    assert seen[0] == settings.get("num_threads", 1) and seen[-1] == threads
+    most = json.loads((tmp_path / "run" / "config.json").read_text())["threads"]
+    assert most == settings.get("num_threads", 1 if "shards" in settings else 3)
 
 
 def test_an_upload_is_one_copy_of_all_that_is_in_it(monkeypatch):
