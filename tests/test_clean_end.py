@@ -211,7 +211,7 @@ SLOW_FAULTS = {
     "nan in an evaluation": Fault("ppo", f"{NAN} --eval-every 64", 1, "evaluation episode 0, its step 7: its reward"),
     "two ranks, no login": Fault("ppo", "--track", 2, "--track: ", processes=2, env=ONLINE),
     "no network": Fault("ppo", "--track", 2, "--track: ", env=OFFLINE),
-    "too many open files": Fault("ppo", f"{FILES} --num-envs 64 {ASYNC}", 2, "Too many open files"),
+    "too many open files": Fault("ppo", f"{FILES} --num-envs 64 {ASYNC}", 1, "Too many open files"),
     "no git": Fault("ppo", "", 0, env={"PATH": "/nowhere"}),
     "a rank killed": Fault("ppo", "", 1, "exitcode : -9", processes=2, kill=(LAST, signal.SIGKILL)),
     "a rank stands still": Fault("sac", "--timeout 10", 1, HUNG, processes=2, kill=(LAST, signal.SIGSTOP)),
