@@ -24,7 +24,9 @@ import ale_py
 import gymnasium
 import gymnasium.wrappers
 import numpy as np
+import torch
 
+CUSTOM_OP = torch.library.custom_op
 rows: list[tuple[int, float]] = []  # transitions, and when they were told
 
 
@@ -101,6 +103,11 @@ class Wrapper:
         return self.env.step(action)
 
 
+def custom_op(name: str, *args: Any, **options: Any) -> Any:
+    """torch's; LeanRL's step of an environment, of which a newer torch wants a fake form, stays out of graphs."""
+    return torch.compiler.disable if name == "mylib::step" else CUSTOM_OP(name, *args, **options)
+
+
 def module(name: str, **contents: Any) -> None:
     sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None))
     vars(sys.modules[name]).update(contents)
@@ -112,6 +119,7 @@ def main() -> None:
     gymnasium.wrappers.GrayScaleObservation = gymnasium.wrappers.GrayscaleObservation
     gymnasium.wrappers.FrameStack = gymnasium.wrappers.FrameStackObservation
     module("torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+    torch.library.custom_op = custom_op
     module("wandb", init=lambda **_: None, log=lambda _, step: told(step))
     script, *sys.argv = [sys.argv[1], *sys.argv[1:]]
     if "\nimport gym\n" in Path(script).read_text():  # others ask only whether it is there

@@ -18,7 +18,7 @@ class Policy:
     """The first result of `module` on arrays (n, ...) of this process's environments, each shard alone.
 
     Where only Linear, Tanh and ReLU layers make it of a vector, numpy computes them on the parameters' own
-    memory. Otherwise, which `note` says, on a GPU and for images, the module acts.
+    memory, of a GPU's on a copy. Otherwise, which `note` says, and for images the module acts.
     """
 
     def __init__(self, module: nn.Module, world: World, note: Callable[[str], None]) -> None:
@@ -27,11 +27,15 @@ class Policy:
         self.note = cache(note)  # says a thing once
         self.dtype = default_float()
         self.calls = 0  # at 0, as after a resume, it chooses anew
+        self.stale = False  # whether a GPU's parameters have moved since they were copied
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
         parts = obs.reshape(len(self.world.shards), -1, *obs.shape[1:])
         if self.calls % PERIOD == 0:
             self._choose(parts)
+        elif self.stale:
+            self.steps = [steps_of(layers) for layers in self.layers]
+        self.stale = False
         self.calls += 1
         if self.alike:  # numpy makes a product for each shard
             return self._numpy(parts, self.steps[0]).reshape(len(obs), -1)
@@ -50,7 +54,10 @@ class Policy:
         return x
 
     def _torch(self, obs: np.ndarray) -> np.ndarray:
-        return self._result(to_tensor(obs).to(self.world.device)).cpu().numpy()
+        return self._result(self._upload(obs)).cpu().numpy()
+
+    def _upload(self, obs: np.ndarray) -> torch.Tensor:
+        return to_tensor(obs).to(self.world.device)
 
     @torch.no_grad()
     def _result(self, obs: torch.Tensor) -> torch.Tensor:
@@ -59,9 +66,9 @@ class Policy:
 
     def _choose(self, parts: np.ndarray) -> None:
         """Choose what acts for each shard. Where the module does, it goes on."""
-        vectors = self.world.device.type == "cpu" and parts.ndim == 3
+        vectors = parts.ndim == 3
         if self.calls == 0:
-            self.layers = [self._traced(to_tensor(part)) if vectors else [] for part in parts]
+            self.layers = [self._traced(self._upload(part)) if vectors else [] for part in parts]
         self.steps = [self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
         self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
         if vectors and not all(self.steps):
@@ -89,7 +96,7 @@ class Policy:
 
     def _steps(self, obs: np.ndarray, layers: list[nn.Module]) -> list[tuple]:
         """Each layer's kind and, for Linear, weight and bias; none from now on if results differ."""
-        steps = [(type(layer), *(p.detach().numpy().T for p in layer.parameters())) for layer in layers]
+        steps = steps_of(layers)
         if steps:
             expected = self._torch(obs)
             size = np.abs(expected).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
@@ -98,3 +105,8 @@ class Policy:
                 layers.clear()
                 steps = []
         return steps
+
+
+def steps_of(layers: list[nn.Module]) -> list[tuple]:
+    """Each layer's kind and, for Linear, weight and bias, on the CPU."""
+    return [(type(layer), *(p.detach().cpu().numpy().T for p in layer.parameters())) for layer in layers]

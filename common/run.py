@@ -97,6 +97,8 @@ class Run:
             self._require_registered(loss)
             self.gradients[loss] = Gradient(loss, self.world, self._compiles(sizes), self.logger.note)
         stats = self.gradients[loss](inputs, sizes)  # collective
+        for policy in self.policies:
+            policy.stale = self.device.type == "cuda"
         self.world.feed()
         of_names = {name: [of_shard[name] for of_shard in stats] for name in stats[0]}
         for name, of_shards in of_names.items():
