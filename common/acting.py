@@ -21,8 +21,9 @@ class Policy:
     memory, of a GPU's on a copy. Otherwise, which `note` says, and for images the module acts.
     """
 
-    def __init__(self, module: nn.Module, world: World, note: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable, world: World, note: Callable[[str], None]) -> None:
         self.module = module
+        self.forward = forward  # the module, or a faster form of it
         self.world = world
         self.note = cache(note)  # says a thing once
         self.dtype = default_float()
@@ -54,14 +55,14 @@ class Policy:
         return x
 
     def _torch(self, obs: np.ndarray) -> np.ndarray:
-        return self._result(self._upload(obs)).cpu().numpy()
+        return self._result(self.forward, self._upload(obs)).cpu().numpy()
 
     def _upload(self, obs: np.ndarray) -> torch.Tensor:
         return to_tensor(obs).to(self.world.device)
 
     @torch.no_grad()
-    def _result(self, obs: torch.Tensor) -> torch.Tensor:
-        output = self.module(obs)
+    def _result(self, forward: Callable, obs: torch.Tensor) -> torch.Tensor:
+        output = forward(obs)
         return output[0] if isinstance(output, tuple) else output
 
     def _choose(self, parts: np.ndarray) -> None:
@@ -84,7 +85,7 @@ class Policy:
             changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
             if type(layer) in SIMPLE and not changed:
                 hooks.append(layer.register_forward_hook(lambda *call: calls.append(call)))
-        tensor = self._result(obs)
+        tensor = self._result(self.module, obs)
         for hook in hooks:
             hook.remove()
         layers = []

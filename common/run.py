@@ -18,7 +18,7 @@ from common.arguments import RunArgs
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
 from common.processes import BadInput, Stopped, World, one_line, process_kept
-from common.shards import Gradient
+from common.shards import GRAPHS, Gradient, copied
 from common.tensors import check_equal, for_model, state_of, upload
 
 STOP_PERIOD = 100  # transitions (all ranks) after which ranks exchange stop requests
@@ -45,6 +45,7 @@ class Run:
         self.replay: Any = None
         self.policies: list[Policy] = []
         self.gradients: dict[nn.Module, Gradient] = {}
+        self.graphs: dict[Callable, Callable] = {}
         self.reported: dict[str, list] = defaultdict(list)  # at each update, a scalar for each shard
         self.sums: dict[str, Any] = Counter()  # of what was reported before, for each shard
         self.counts: Counter[str] = Counter()
@@ -70,13 +71,16 @@ class Run:
 
     def policy(self, module: nn.Module) -> Policy:
         """What acts in rollouts: the first result of `module`, by numpy where its layers are simple."""
-        self.policies.append(Policy(module, self.world, self.logger.note))
+        image = len(self.envs.single_observation_space.shape) == 3
+        forward = self._graph(module) if image else module
+        self.policies.append(Policy(module, forward, self.world, self.logger.note))
         return self.policies[-1]
 
     @torch.no_grad()
     def by_shard(self, function: Callable[..., tuple], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """A function of rows (b, ...) -> its results for (T, n, ...), each shard alone, without gradients."""
         of_shards = []
+        function = self._graph(function)
         for shard in self.envs.shards:
             # in memory of its own: kernels may round by address
             rows = [x[:, shard].flatten(0, 1).clone().split(CHUNK) for x in tensors]
@@ -84,6 +88,15 @@ class Run:
             results = [torch.cat(x).unflatten(0, (len(tensors[0]), -1)) for x in zip(*results, strict=True)]
             of_shards.append(results)
         return [torch.cat(x, 1) for x in zip(*of_shards, strict=True)]
+
+    def _graph(self, function: Callable) -> Callable:
+        """With --compile, a GPU's operations of a function started at once."""
+        if not self.args.compile or self.device.type == "cpu":
+            return function
+        if function not in self.graphs:
+            compiled = torch.compile(function, dynamic=False, options=GRAPHS)
+            self.graphs[function] = lambda *inputs: copied(compiled(*inputs))  # the next call writes there again
+        return self.graphs[function]
 
     def backward(self, loss: nn.Module, *inputs: Any, sizes: list[int] | None = None) -> dict[str, torch.Tensor]:
         """Run a loss and its backward; set `.grad` to the mean over all shards of all ranks.
@@ -143,7 +156,7 @@ class Run:
         modules = [x for x in self.state.values() if isinstance(x, nn.Module)]
         largest = max((p.numel() for x in modules for p in x.parameters()), default=0)
         large = largest * num_rows // self.world.world_size >= PARALLEL
-        if large and not args.num_threads and not self.world.sharded:
+        if large and self.device.type == "cpu" and not args.num_threads and not self.world.sharded:
             torch.set_num_threads(self.world.cores)
         self.act = act
         self.last_step = last_step

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from common.memory import SLOT
 from common.processes import BadInput, World, one_line
 
+# CUDA graphs, of kernels that no timing chooses: on each rank alike
+GRAPHS = {"triton.cudagraphs": True, "deterministic": True}
 Gradients = list[torch.Tensor]  # one for each parameter
 Stats = dict[str, torch.Tensor]
 
@@ -65,7 +67,7 @@ class Gradient:
         if self.compiled:
             gradients, stats = self.compiled(*inputs)
             if self.parameters[0].is_cuda:  # CUDA graphs write there again
-                gradients, stats = tree_map(torch.clone, (gradients, stats))
+                gradients, stats = copied((gradients, stats))
         else:
             for p in self.parameters:
                 p.grad = None
@@ -113,9 +115,8 @@ class Gradient:
             return torch.autograd.grad(value, self.parameters), stats
 
         self.compiles = False
-        # CUDA graphs, and kernels that no timing chooses, on each rank alike
-        options = {"triton.cudagraphs": True, "deterministic": True} if self.parameters[0].is_cuda else None
         torch._dynamo.config.trace_autograd_ops = True  # `backward` in a graph may not set `.grad`
+        options = GRAPHS if self.parameters[0].is_cuda else None
         compiled = torch.compile(gradient, fullgraph=True, dynamic=False, options=options)
         fault = ""
         try:
@@ -134,6 +135,12 @@ def split(nest: Any, sizes: list[int] | None, num_parts: int) -> list[Any]:
     leaves, spec = tree_flatten(nest)
     parts = zip(*(x.split(sizes or len(x) // num_parts) for x in leaves), strict=True)
     return [tree_unflatten([x.clone() for x in part], spec) for part in parts]  # kernels may round by address
+
+
+def copied(nest: Any) -> Any:
+    """Nested tensors of floats -> the same in other memory, by one kernel."""
+    leaves, spec = tree_flatten(nest)
+    return tree_unflatten(torch._foreach_mul(leaves, 1.0), spec)
 
 
 def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ os.environ["PYTHONPATH"] = paths
 def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU leaves it usable in processes forked later
 
 
 @pytest.fixture

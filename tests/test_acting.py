@@ -83,7 +83,7 @@ UNEDITED = {
 
 def policy_of(module, notes, world=None):
     """As the scripts make it."""
-    return Policy(module, world or World(False), notes.append)
+    return Policy(module, module, world or World(False), notes.append)
 
 
 def by_numpy_in(policy):

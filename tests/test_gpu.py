@@ -16,6 +16,7 @@ import torch
 import dqn_ddp
 import ppg_ddp
 import ppo_ddp
+import runs
 import sac_ddp
 from common.logger import Logger
 from runs import Run, assert_close, descendants, finish, same_run, start, wait_until
@@ -45,14 +46,15 @@ TWO_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 LONG = "--total-timesteps 100000000 --num-steps 16 --num-envs 8 --eval-every 0"
 
 
-def begun(script, size, flags, run_dir, dtype="float32", **env):
-    env = {"LOCKSTEP_DTYPE": dtype, "CUDA_VISIBLE_DEVICES": CARDS[0]} | env
+def begun(script, size, flags, run_dir, **env):
+    env = {"LOCKSTEP_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": CARDS[0]} | env
     return start(script, size, f"{flags} --timeout 200 --run-dir {run_dir}", True, **env)
 
 
 def run(script, size, flags, run_dir, dtype="float32", code=0, **env) -> Run:
-    ended = finish(begun(script, size, f"{flags} --save-model", run_dir, dtype, **env), run_dir)
-    assert ended.code == code, ended.err
+    """In forked processes, which have imported all and not touched the GPU."""
+    env = {"CUDA_VISIBLE_DEVICES": CARDS[0]} | env
+    ended = runs.run(script, size, f"{flags} --save-model", run_dir, dtype, code, **env)
     if code == 0:
         device = json.loads((run_dir / "config.json").read_text())["device"]
         assert device.startswith(torch.cuda.get_device_name()) == ("--no-cuda" not in flags.split())
