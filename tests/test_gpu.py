@@ -115,8 +115,8 @@ def test_a_killed_run_goes_on(case, tmp_path):
     for more in ("", " --no-cuda"):
         where = tmp_path / f"killed{more[1:]}"
         run(script, 1, f"{flags} --resume", where, code=-signal.SIGKILL, **kill)
-        ended = finish(begun(script, 1, f"{flags} --resume --save-model{more}", where), where)
-        assert ended.code == 0 and "going on from" in ended.out, ended.err
+        ended = run(script, 1, f"{flags} --resume{more}", where)
+        assert "going on from" in ended.out
         assert ("no longer the same bytes" in ended.out) == bool(more), ended.out
         assert (more or same_run(whole, ended) == "") and len(ended.rows) == len(whole.rows)
 
