@@ -32,11 +32,8 @@ class Policy:
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
         parts = obs.reshape(len(self.world.shards), -1, *obs.shape[1:])
-        if self.calls % PERIOD == 0:
+        if self.calls % PERIOD == 0 or self.stale:
             self._choose(parts)
-        elif self.stale:
-            self.steps = [steps_of(layers) for layers in self.layers]
-        self.stale = False
         self.calls += 1
         if self.alike:  # numpy makes a product for each shard
             return self._numpy(parts, self.steps[0]).reshape(len(obs), -1)
@@ -55,10 +52,7 @@ class Policy:
         return x
 
     def _torch(self, obs: np.ndarray) -> np.ndarray:
-        return self._result(self.forward, self._upload(obs)).cpu().numpy()
-
-    def _upload(self, obs: np.ndarray) -> torch.Tensor:
-        return to_tensor(obs).to(self.world.device)
+        return self._result(self.forward, to_tensor(obs).to(self.world.device)).cpu().numpy()
 
     @torch.no_grad()
     def _result(self, forward: Callable, obs: torch.Tensor) -> torch.Tensor:
@@ -68,8 +62,10 @@ class Policy:
     def _choose(self, parts: np.ndarray) -> None:
         """Choose what acts for each shard. Where the module does, it goes on."""
         vectors = parts.ndim == 3
+        self.stale = False
         if self.calls == 0:
-            self.layers = [self._traced(self._upload(part)) if vectors else [] for part in parts]
+            uploaded = to_tensor(parts).to(self.world.device)
+            self.layers = [self._traced(part) if vectors else [] for part in uploaded]
         self.steps = [self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
         self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
         if vectors and not all(self.steps):
@@ -97,7 +93,7 @@ class Policy:
 
     def _steps(self, obs: np.ndarray, layers: list[nn.Module]) -> list[tuple]:
         """Each layer's kind and, for Linear, weight and bias; none from now on if results differ."""
-        steps = steps_of(layers)
+        steps = [(type(layer), *(p.detach().cpu().numpy().T for p in layer.parameters())) for layer in layers]
         if steps:
             expected = self._torch(obs)
             size = np.abs(expected).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
@@ -106,8 +102,3 @@ class Policy:
                 layers.clear()
                 steps = []
         return steps
-
-
-def steps_of(layers: list[nn.Module]) -> list[tuple]:
-    """Each layer's kind and, for Linear, weight and bias, on the CPU."""
-    return [(type(layer), *(p.detach().cpu().numpy().T for p in layer.parameters())) for layer in layers]

@@ -278,8 +278,6 @@ class Simulator(gym.Wrapper):
         self.num_steps += 1
         try:
             obs, reward, terminated, truncated, _ = self.env.step(action)
-            if isinstance(reward, np.ndarray) and reward.size > 1:
-                raise ValueError(f"its reward is {reward}, where one number is needed")
             reward = reward.item() if isinstance(reward, np.ndarray) else float(reward)
             if getattr(obs, "shape", None) != self.shape and np.shape(obs) != self.shape:
                 raise ValueError(f"it observed {np.shape(obs)}, where its space has {self.shape}")

@@ -71,9 +71,7 @@ class Run:
 
     def policy(self, module: nn.Module) -> Policy:
         """What acts in rollouts: the first result of `module`, by numpy where its layers are simple."""
-        image = len(self.envs.single_observation_space.shape) == 3
-        forward = self._graph(module) if image else module
-        self.policies.append(Policy(module, forward, self.world, self.logger.note))
+        self.policies.append(Policy(module, self._graph(module), self.world, self.logger.note))
         return self.policies[-1]
 
     @torch.no_grad()
