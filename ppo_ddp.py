@@ -7,8 +7,8 @@
 To use it in a project of your own, copy this file and `common/`.
 
 Arrays hold the n environments of this process; gradients, running moments and the statistics of advantages are
-of all environments. So the number of processes changes only rounding, and with `--shards N` nothing: a shard is a
-group of environments whose arithmetic is done in arrays of its own, and shards are added in a fixed order, by
+of all environments. So the number of processes changes only rounding, and with `--shards N` not even that: the
+environments form N groups, each computed in arrays of its own, and their sums are added in a fixed order, by
 `run.policy`, `run.by_shard`, `run.backward` and common/normalization.py. All processes must reach each line
 marked `# collective` equally often.
 
@@ -336,12 +336,12 @@ def train(args: Args, run: Run) -> None:
     truncations = np.zeros(shape, bool)
 
     def act(obs: np.ndarray) -> np.ndarray:
-        """Greedy actions for evaluation."""
+        """Greedy actions for evaluation, of any number of observations."""
         with torch.no_grad():
             out, _ = agent(run.upload(obs_moments.normalized(obs)))
         return agent.mode(out.cpu().numpy())
 
-    run.load_or_start(act, num_iterations * batch_size, num_rows=batch_size // args.num_minibatches)  # collective
+    run.load_or_start(act, num_iterations * batch_size, minibatch_size=batch_size // args.num_minibatches)  # collective
     for iteration in range(run.global_step // batch_size + 1, num_iterations + 1):
         global_step = iteration * batch_size
         fraction = 1.0 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
@@ -367,7 +367,7 @@ def train(args: Args, run: Run) -> None:
         return_moments.update(discounted, world)  # collective
         learned_rewards = return_moments.scaled(learned_rewards)
         t_obs, t_actions = run.upload(obs_moments.normalized(obs), actions)  # as tensors (num_steps, n, ...)
-        t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)  # without gradients
+        t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)  # (num_steps, n)
         _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
         for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not
             with torch.no_grad():  # one at a time: rounding depends on the batch's size
@@ -390,7 +390,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 minibatch = Batch(*(x[i] for x in minibatches))
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatch)  # collective: the global mean gradient; own stats
+                stats = run.backward(ddp_loss, minibatch)  # collective: mean gradient; run.log has stats
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 kls.append(stats["approx_kl"])
@@ -400,7 +400,7 @@ def train(args: Args, run: Run) -> None:
         row = {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= explained_variance(advantages, values, world)  # collective
         run.log(global_step, row)  # collective; with ended episodes
-        if run.evaluate_and_checkpoint(global_step):  # collective; True: end the run
+        if run.evaluate_and_checkpoint(global_step):  # collective; True: a signal, or --stop-at-return
             break
 
 

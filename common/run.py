@@ -144,16 +144,16 @@ class Run:
         means = [[of_shard.mean().item()] for of_shard in torch.stack(values, 1).double()]
         return self.world.gather_shards(means).mean()  # collective
 
-    def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int, num_rows: int) -> None:
+    def load_or_start(self, act: Callable[[np.ndarray], np.ndarray], last_step: int, minibatch_size: int) -> None:
         """Go on from a checkpoint or load a model, and evaluate before anything is learned.
 
         `act`: a shard's observations (n, *shape) -> actions. `last_step`: of the run.
-        `num_rows`: of a gradient step, all ranks; they decide on torch's threads.
+        `minibatch_size`: rows of a gradient step, all ranks; they decide on torch's threads.
         """
         args = self.args
         modules = [x for x in self.state.values() if isinstance(x, nn.Module)]
         largest = max((p.numel() for x in modules for p in x.parameters()), default=0)
-        large = largest * num_rows // self.world.world_size >= PARALLEL
+        large = largest * minibatch_size // self.world.world_size >= PARALLEL
         if large and self.device.type == "cpu" and not args.num_threads and not self.world.sharded:
             torch.set_num_threads(self.world.cores)
         self.act = act
