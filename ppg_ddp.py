@@ -8,7 +8,7 @@ To use it in a project of your own, copy this file and `common/`.
 
 Arrays hold the n environments of this process; gradients, running moments and the statistics of advantages are
 of all environments. So the number of processes changes only rounding, and with `--shards N` not even that: the
-environments form N groups, each computed in arrays of its own, and their sums are added in a fixed order, by
+environments form N groups, each computed in arrays of its own, and sums are added in a fixed order, by
 `run.policy`, `run.by_shard`, `run.backward` and common/normalization.py. All processes must reach each line
 marked `# collective` equally often.
 
@@ -407,7 +407,7 @@ def train(args: Args, run: Run) -> None:
     truncations = np.zeros(shape, bool)
 
     def act(obs: np.ndarray) -> np.ndarray:
-        """Greedy actions for evaluation, of any number of observations."""
+        """Greedy actions for evaluation."""
         with torch.no_grad():
             out, _ = agent(run.upload(obs_moments.normalized(obs)))
         return agent.mode(out.cpu().numpy())

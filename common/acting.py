@@ -64,8 +64,7 @@ class Policy:
         vectors = parts.ndim == 3
         self.stale = False
         if self.calls == 0:
-            uploaded = to_tensor(parts).to(self.world.device)
-            self.layers = [self._traced(part) if vectors else [] for part in uploaded]
+            self.layers = [self._traced(part) if vectors else [] for part in parts]
         self.steps = [self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
         self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
         if vectors and not all(self.steps):
@@ -73,8 +72,9 @@ class Policy:
             reason = "it is not Linear, Tanh and ReLU, one after another"
             self.note(f"{name} acts by torch, more slowly than by numpy ({reason})")
 
-    def _traced(self, obs: torch.Tensor) -> list[nn.Module]:
-        """The layers from `obs` to the module's result; none where other code takes part."""
+    def _traced(self, part: np.ndarray) -> list[nn.Module]:
+        """The layers from a shard's observations to the module's result; none where other code takes part."""
+        obs = to_tensor(part).to(self.world.device)
         calls = []
         hooks = []
         for layer in self.module.modules():

@@ -148,7 +148,7 @@ class Run:
         """Go on from a checkpoint or load a model, and evaluate before anything is learned.
 
         `act`: a shard's observations (n, *shape) -> actions. `last_step`: of the run.
-        `minibatch_size`: rows of a gradient step, all ranks; they decide on torch's threads.
+        `minibatch_size`: of all ranks; it decides on torch's threads.
         """
         args = self.args
         modules = [x for x in self.state.values() if isinstance(x, nn.Module)]
