@@ -92,8 +92,9 @@ class Run:
         if not self.args.compile or self.device.type == "cpu":
             return function
         if function not in self.graphs:
+            torch._dynamo.config.suppress_errors = True  # no compiler: eager
             compiled = torch.compile(function, dynamic=False, options=GRAPHS)
-            self.graphs[function] = lambda *inputs: copied(compiled(*inputs))  # the next call writes there again
+            self.graphs[function] = lambda *inputs: copied(compiled(*inputs))  # the next call overwrites them
         return self.graphs[function]
 
     def backward(self, loss: nn.Module, *inputs: Any, sizes: list[int] | None = None) -> dict[str, torch.Tensor]:
