@@ -256,7 +256,8 @@ def train(args: Args, run: Run) -> None:
         greedy = noise[step % NOISE_STEPS, 0] >= epsilon
         actions = random_actions[step % NOISE_STEPS]
         if greedy.any():  # in any process: all call `policy` equally often
-            actions = np.where(greedy[local_envs], policy(obs).argmax(-1), actions)
+            [q_values] = policy(obs)
+            actions = np.where(greedy[local_envs], q_values.argmax(-1), actions)
         obs, rewards, terminations, truncations, infos = envs.step(actions)
         learned_rewards = np.sign(rewards) if envs.atari else rewards
         rb.add(actions, learned_rewards, terminations, truncations, obs, infos)

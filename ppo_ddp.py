@@ -17,7 +17,7 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
    and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout runs only the policy, in numpy for vectors; values and old log-probabilities come after it.
+4. The rollout acts by numpy for vectors; old log-probabilities are computed after it.
 5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
 6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
 7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
@@ -135,7 +135,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space: gym.spaces.Box, action_space: gym.Space, network: str = "auto") -> None:
         super().__init__()
         self.discrete = isinstance(action_space, gym.spaces.Discrete)
-        num_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
+        self.num_outputs = int(action_space.n) if self.discrete else math.prod(action_space.shape)
         hidden, num_features = hidden_layers(obs_space, network)
         if len(obs_space.shape) == 3:
             self.network = hidden
@@ -143,28 +143,27 @@ class Agent(nn.Module):
         else:
             self.network = nn.Identity()
             actor, critic = hidden, hidden_layers(obs_space)[0]
-        self.actor = actor.append(layer_init(nn.Linear(num_features, num_outputs), std=0.01))
+        self.actor = actor.append(layer_init(nn.Linear(num_features, self.num_outputs), std=0.01))
         self.critic = critic.append(layer_init(nn.Linear(num_features, 1), std=1.0))
         if not self.discrete:
-            self.log_std = nn.Parameter(torch.zeros(num_outputs))
+            self.log_std = nn.Parameter(torch.zeros(self.num_outputs))
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Observations (B, *shape) -> out (B, k) and values (B,)."""
         features = self.network(obs)
         return self.actor(features), self.critic(features).squeeze(-1)
 
-    def evaluate(self, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(B, *shape), actions (B,) or (B, d) -> log-probabilities, entropies and values, (B,) each."""
-        out, values = self(obs)
+    def log_prob(self, out: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (B, k), actions (B,) or (B, d) -> log-probabilities and entropies, (B,) each."""
         if self.discrete:
             log_p = out.log_softmax(-1)
             log_prob = log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-            return log_prob, -(log_p.exp() * log_p).sum(-1), values
+            return log_prob, -(log_p.exp() * log_p).sum(-1)
         log_std = self.log_std.expand_as(out)
         deviation = (actions - out) * (-log_std).exp()
         constant = 0.5 * math.log(2 * math.pi)
         log_prob = (-0.5 * deviation**2 - log_std - constant).sum(-1)
-        return log_prob, (0.5 + constant + log_std).sum(-1), values
+        return log_prob, (0.5 + constant + log_std).sum(-1)
 
     def sample(self, out: np.ndarray, noise: np.ndarray) -> np.ndarray:
         """out (n, k) and noise, uniform (n,) or normal (n, d) -> actions (n,) by inverse CDF, or (n, d)."""
@@ -207,7 +206,8 @@ class PPOLoss(nn.Module):
         statistic over rows goes into it, and every parameter is used.
         """
         args = self.args
-        newlogprob, entropy, newvalue = self.agent.evaluate(mb.obs, mb.actions)
+        out, newvalue = self.agent(mb.obs)
+        newlogprob, entropy = self.agent.log_prob(out, mb.actions)
         logratio = newlogprob - mb.logprobs
         ratio = logratio.exp()
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -322,7 +322,7 @@ def train(args: Args, run: Run) -> None:
     loss_fn = PPOLoss(agent, args)
     # DDP averages gradients of calls of its own `forward`: it wraps the loss; the bare agent acts
     ddp_loss = DDP(loss_fn, **world.ddp_options) if world.world_size > 1 else loss_fn  # collective
-    policy = run.policy(agent)  # arrays -> out of the current weights, for vectors by numpy
+    policy = run.policy(agent)  # arrays -> out and values of the current weights, for vectors by numpy
 
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)
@@ -331,6 +331,8 @@ def train(args: Args, run: Run) -> None:
     shape = (args.num_steps, envs.num_envs)
     obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np.float64)
+    outs = np.zeros((*shape, agent.num_outputs))  # what the actor gives
+    values = np.zeros(shape)
     rewards = np.zeros(shape)
     terminations = np.zeros(shape, bool)
     truncations = np.zeros(shape, bool)
@@ -356,7 +358,9 @@ def train(args: Args, run: Run) -> None:
         final_obs = {}  # of truncated episodes, by (step, environment): next_obs already begins the next episode
         for step in range(args.num_steps):
             obs[step] = next_obs
-            actions[step] = agent.sample(policy(obs_moments.normalized(next_obs)), noise[step])
+            out, values[step] = policy(obs_moments.normalized(next_obs))
+            outs[step] = out
+            actions[step] = agent.sample(out, noise[step])
             next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
             final_obs |= {(step, i): x for i, x in infos["final_obs"].items()}
 
@@ -366,18 +370,16 @@ def train(args: Args, run: Run) -> None:
         discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
         return_moments.update(discounted, world)  # collective
         learned_rewards = return_moments.scaled(learned_rewards)
-        t_obs, t_actions = run.upload(obs_moments.normalized(obs), actions)  # as tensors (num_steps, n, ...)
-        t_logprobs, _, t_values = run.by_shard(agent.evaluate, t_obs, t_actions)  # (num_steps, n)
-        _, next_value = run.by_shard(agent, run.upload(obs_moments.normalized(next_obs[None])))
+        _, next_value = policy(obs_moments.normalized(next_obs))
         for (step, i), x in final_obs.items():  # truncation bootstraps, termination does not
             with torch.no_grad():  # one at a time: rounding depends on the batch's size
                 _, final_value = agent(run.upload(obs_moments.normalized(x[None])))
             learned_rewards[step, i] += args.gamma * final_value.item()
-        values = t_values.cpu().numpy()
-        next_value = next_value[0].cpu().numpy()
         advantages = compute_gae(learned_rewards, values, next_value, dones, args.gamma, args.gae_lambda)
+        arrays = (obs_moments.normalized(obs), actions, outs, values, advantages)
+        t_obs, t_actions, t_outs, t_values, t_advantages = run.upload(*arrays)  # as tensors (num_steps, n, ...)
         obs_moments.update(obs, world)  # collective; for the next rollout
-        t_advantages = run.upload(advantages)
+        t_logprobs, _ = run.by_shard(agent.log_prob, t_outs, t_actions)
         batch = [x.flatten(0, 1) for x in (t_obs, t_actions, t_logprobs, t_values, t_values + t_advantages)]
 
         # update

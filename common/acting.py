@@ -15,9 +15,9 @@ PERIOD = 128  # calls between two comparisons of numpy with the module, the same
 
 
 class Policy:
-    """The first result of `module` on arrays (n, ...) of this process's environments, each shard alone.
+    """All results of `module` on arrays (n, ...) of this process's environments, each shard alone.
 
-    Where only Linear, Tanh and ReLU layers make it of a vector, numpy computes them on the parameters' own
+    Where only Linear, Tanh and ReLU layers make them of a vector, numpy computes them on the parameters' own
     memory, of a GPU's on a copy. Otherwise, which `note` says, and for images the module acts.
     """
 
@@ -30,34 +30,38 @@ class Policy:
         self.calls = 0  # at 0, as after a resume, it chooses anew
         self.stale = False  # whether a GPU's parameters have moved since they were copied
 
-    def __call__(self, obs: np.ndarray) -> np.ndarray:
+    def __call__(self, obs: np.ndarray) -> list[np.ndarray]:
         parts = obs.reshape(len(self.world.shards), -1, *obs.shape[1:])
         if self.calls % PERIOD == 0 or self.stale:
             self._choose(parts)
         self.calls += 1
         if self.alike:  # numpy makes a product for each shard
-            return self._numpy(parts, self.steps[0]).reshape(len(obs), -1)
+            return self._numpy(parts, self.steps[0])
         choices = zip(parts, self.steps, strict=True)
-        results = [self._numpy(part, steps) if steps else self._torch(part) for part, steps in choices]
-        return np.concatenate(results)
+        of_shards = [self._numpy(part, steps) if steps else self._torch(part) for part, steps in choices]
+        return [np.concatenate(x) for x in zip(*of_shards, strict=True)]
 
-    def _numpy(self, x: np.ndarray, steps: list[tuple]) -> np.ndarray:
-        x = x.astype(self.dtype, copy=False)
-        for kind, *weights in steps:
-            if kind is nn.Linear:
-                weight, *bias = weights
-                x = x @ weight + bias[0] if bias else x @ weight
-            else:
-                x = np.tanh(x) if kind is nn.Tanh else np.maximum(x, 0.0)
-        return x
+    def _numpy(self, obs: np.ndarray, steps: list[tuple]) -> list[np.ndarray]:
+        obs = obs.astype(self.dtype, copy=False)
+        results = []
+        for shape, layers in steps:
+            x = obs
+            for kind, *weights in layers:
+                if kind is nn.Linear:
+                    weight, *bias = weights
+                    x = x @ weight + bias[0] if bias else x @ weight
+                else:
+                    x = np.tanh(x) if kind is nn.Tanh else np.maximum(x, 0.0)
+            results.append(x.reshape(-1, *shape))
+        return results
 
-    def _torch(self, obs: np.ndarray) -> np.ndarray:
-        return self._result(self.forward, to_tensor(obs).to(self.world.device)).cpu().numpy()
+    def _torch(self, obs: np.ndarray) -> list[np.ndarray]:
+        return [x.cpu().numpy() for x in self._results(self.forward, to_tensor(obs).to(self.world.device))]
 
     @torch.no_grad()
-    def _result(self, forward: Callable, obs: torch.Tensor) -> torch.Tensor:
+    def _results(self, forward: Callable, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output = forward(obs)
-        return output[0] if isinstance(output, tuple) else output
+        return output if isinstance(output, tuple) else (output,)
 
     def _choose(self, parts: np.ndarray) -> None:
         """Choose what acts for each shard. Where the module does, it goes on."""
@@ -72,8 +76,8 @@ class Policy:
             reason = "it is not Linear, Tanh and ReLU, one after another"
             self.note(f"{name} acts by torch, more slowly than by numpy ({reason})")
 
-    def _traced(self, part: np.ndarray) -> list[nn.Module]:
-        """The layers from a shard's observations to the module's result; none where other code takes part."""
+    def _traced(self, part: np.ndarray) -> list[list[nn.Module]]:
+        """For each result, the layers that make it of a shard's observations; none where other code takes part."""
         obs = to_tensor(part).to(self.world.device)
         calls = []
         hooks = []
@@ -81,24 +85,36 @@ class Policy:
             changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
             if type(layer) in SIMPLE and not changed:
                 hooks.append(layer.register_forward_hook(lambda *call: calls.append(call)))
-        tensor = self._result(self.module, obs)
+        results = self._results(self.module, obs)
         for hook in hooks:
             hook.remove()
-        layers = []
-        for layer, inputs, output in reversed(calls):
-            if output is tensor:
-                tensor = inputs[0]
-                layers.insert(0, layer)
-        return layers if tensor is obs else []
+        traced = []
+        for tensor in results:
+            base = tensor._base
+            if base is not None and base.numel() == tensor.numel():  # such as values without their last axis
+                tensor = base
+            layers = []
+            for layer, inputs, output in reversed(calls):
+                if output is tensor:
+                    tensor = inputs[0]
+                    layers.insert(0, layer)
+            if tensor is not obs:
+                return []
+            traced.append(layers)
+        return traced
 
-    def _steps(self, obs: np.ndarray, layers: list[nn.Module]) -> list[tuple]:
-        """Each layer's kind and, for Linear, weight and bias; none from now on if results differ."""
-        steps = [(type(layer), *(p.detach().cpu().numpy().T for p in layer.parameters())) for layer in layers]
-        if steps:
-            expected = self._torch(obs)
-            size = np.abs(expected).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
-            result = self._numpy(obs, steps)
-            if not np.allclose(result, expected, rtol=0.0, atol=1e-4 * size, equal_nan=True):
-                layers.clear()
-                steps = []
+    def _steps(self, obs: np.ndarray, traced: list[list[nn.Module]]) -> list[tuple]:
+        """Each result's shape and layers (kind and, for Linear, weight and bias); none from now on if they differ."""
+        if not traced:
+            return []
+        steps = []
+        expected = self._torch(obs)
+        for result, layers in zip(expected, traced, strict=True):
+            weights = [(type(layer), *(p.detach().cpu().numpy().T for p in layer.parameters())) for layer in layers]
+            steps.append((result.shape[1:], weights))
+        for result, x in zip(expected, self._numpy(obs, steps), strict=True):
+            size = np.abs(result).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
+            if not np.allclose(x, result, rtol=0.0, atol=1e-4 * size, equal_nan=True):
+                traced.clear()
+                return []
         return steps

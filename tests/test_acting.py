@@ -1,4 +1,4 @@
-"""Acting: whatever line of a network's code is edited, the actions are those of the edited network."""
+"""Acting: whatever line of a network's code is edited, actions and values are those of the edited network."""
 
 import gymnasium as gym
 import numpy as np
@@ -30,6 +30,17 @@ class Agent(ppo_ddp.Agent):
     def forward(self, obs):
         out, values = super().forward(obs)
         return self.line(self, obs, out) if self.line else out, values
+
+
+class Rescaled(ppo_ddp.Agent):
+    def forward(self, obs):
+        out, values = super().forward(obs)
+        return out, 2.0 * values
+
+
+class Indexed(ppo_ddp.Agent):
+    def forward(self, obs):
+        return self.actor(obs), self.critic(obs)[:, 0]
 
 
 class Scaled(nn.Linear):
@@ -69,11 +80,15 @@ EDITS = {
     "subclassed layer": made(lambda m: m.actor.__setitem__(4, Scaled(64, 3))),
     "subclassed Sequential": made(lambda m: setattr(m, "actor", Residual(*m.actor))),
     "another features": lambda: Agent().apply(lambda m: hasattr(m, "network") and setattr(m, "network", nn.Softsign())),
+    "values": lambda: Rescaled(SPACE, DISCRETE),
+    "hook on the critic": made(lambda m: m.critic[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
+    "the critic's activation": made(lambda m: m.critic.__setitem__(1, nn.SiLU())),
     "dueling": lambda: dqn_ddp.QNetwork(SPACE, 3, True, "auto", True),
 }
 UNEDITED = {
     "frozen actor": made(lambda m: m.actor.requires_grad_(False)),
     "ppo": lambda: ppo_ddp.Agent(SPACE, DISCRETE),
+    "values by index": lambda: Indexed(SPACE, DISCRETE),
     "ppo box": lambda: ppo_ddp.Agent(SPACE, BOX),
     "ppg": lambda: ppg_ddp.Agent(SPACE, DISCRETE),
     "dqn": lambda: dqn_ddp.QNetwork(SPACE, 3, False, "auto", True),
@@ -91,10 +106,10 @@ def by_numpy_in(policy):
     return [bool(steps) for steps in policy.steps]
 
 
-def result_of(module, obs):
+def results_of(module, obs):
     with torch.no_grad():
         out = module(torch.from_numpy(obs).to(torch.get_default_dtype()))
-    return (out[0] if isinstance(out, tuple) else out).numpy()
+    return [x.numpy() for x in (out if isinstance(out, tuple) else (out,))]
 
 
 def act_and_learn(make, by_numpy):
@@ -103,7 +118,8 @@ def act_and_learn(make, by_numpy):
     module, notes = make(), []
     policy = policy_of(module, notes)
     for call, obs in enumerate(OBS):
-        np.testing.assert_allclose(policy(obs), result_of(module, obs), rtol=1e-4, atol=2e-5, err_msg=str(call))
+        for result, expected in zip(policy(obs), results_of(module, obs), strict=True):
+            np.testing.assert_allclose(result, expected, rtol=1e-4, atol=2e-5, err_msg=str(call))
         assert by_numpy_in(policy) == [by_numpy]
         if call % 16 == 15:
             for p in module.parameters():
@@ -144,8 +160,8 @@ def test_what_changes_during_training_is_found_at_the_next_comparison(change):
     assert by_numpy_in(policy) == [True]
     make_change(module)
     for obs in OBS[1 : PERIOD + 1]:
-        result = policy(obs)
-    np.testing.assert_allclose(result, result_of(module, obs), rtol=1e-5, atol=1e-6)
+        out, _ = policy(obs)
+    np.testing.assert_allclose(out, results_of(module, obs)[0], rtol=1e-5, atol=1e-6)
     assert by_numpy_in(policy) == [by_numpy] and len(notes) == (not by_numpy)
     module.scale = 1.0
     for obs in OBS[:PERIOD]:
@@ -165,7 +181,8 @@ def test_a_shard_acts_alike_whichever_process_it_is_in():
         if call >= PERIOD + 5:  # found at call 2 * PERIOD
             obs = np.concatenate([obs[:3], 100 * obs[3:]])
         parts = [policy(x) for policy, x in zip(apart, np.split(obs, 2), strict=True)]
-        assert together(obs).tobytes() == np.concatenate(parts).tobytes()
+        for result, of_parts in zip(together(obs), zip(*parts, strict=True), strict=True):
+            assert result.tobytes() == np.concatenate(of_parts).tobytes()
         assert by_numpy_in(together) == [True, call < 2 * PERIOD]
     assert len(notes) == 2 and notes[0] == notes[1]
 
@@ -190,7 +207,9 @@ def test_images_are_for_the_module():
     agent = ppo_ddp.Agent(image, DISCRETE)
     policy = policy_of(agent, notes)
     obs = np.ones((2, 3, 10, 10), np.float32)
-    assert np.array_equal(policy(obs), result_of(agent, obs)) and by_numpy_in(policy) == [False]
+    for result, expected in zip(policy(obs), results_of(agent, obs), strict=True):
+        assert np.array_equal(result, expected)
+    assert by_numpy_in(policy) == [False]
     assert notes == []
 
 

@@ -106,7 +106,7 @@ def test_what_ppo_learns_from(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     note(ppo_ddp.Agent, "sample", lambda result, *_: {"sampled": result})
-    note(run_module.Run, "by_shard", lambda _, self, function, obs, *more: dict(zip(["actions"], more, strict=False)))
+    note(run_module.Run, "by_shard", lambda _, self, function, out, actions: {"actions": actions})
     note(ppo_ddp, "discounted_returns", lambda _, rewards, *more: {"rewards": rewards})
     note(ppo_ddp.RunningMoments, "update", lambda _, self, x, world: {"obs" if self.shape else "sums": x})
     sizes = {"num_envs": 2, "num_steps": 120, "total_timesteps": 480, "num_minibatches": 4, "norm_obs": True}

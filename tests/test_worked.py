@@ -76,7 +76,7 @@ def test_each_part_of_an_action_is_drawn_from_its_own_distribution(dtype, sizes,
     for i, part in enumerate(parts):
         found = torch.bincount(drawn[:, i], minlength=sizes[i]) / len(drawn)
         torch.testing.assert_close(found, part.probs[0], atol=0.04, rtol=0)
-    log_prob, entropy, _ = agent.evaluate(obs.expand(4000, -1), drawn)
+    log_prob, entropy = agent.log_prob(agent(obs)[0].expand(4000, -1), drawn)
     torch.testing.assert_close(log_prob, sum(part.log_prob(drawn[:, i]) for i, part in enumerate(parts)))
     torch.testing.assert_close(entropy[:1], sum(part.entropy() for part in parts))
 
@@ -113,28 +113,32 @@ def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
     tree, script = changed("gru", tmp_path)
     module = loaded(tree / script)
     acted, unrolled = [], []
-    forward, evaluate = module.Agent.forward, module.Agent.evaluate
+    forward, unroll = module.Agent.forward, module.Agent.unroll
 
     def watched_forward(self, obs, state):
         acted.append(forward(self, obs, state))
         return acted[-1]
 
-    def watched_evaluate(self, *inputs):
-        unrolled.append((*inputs, *evaluate(self, *inputs)))
-        return unrolled[-1][4:]
+    def watched_unroll(self, *inputs):
+        unrolled.append((*inputs, *unroll(self, *inputs)))
+        return unrolled[-1][3:]
 
     with monkeypatch.context() as watch:
         watch.setattr(module.Agent, "forward", watched_forward)
-        watch.setattr(module.Agent, "evaluate", watched_evaluate)
+        watch.setattr(module.Agent, "unroll", watched_unroll)
         flags = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 128, "eval_every": 0}
+        flags |= {"update_epochs": 1, "learning_rate": 1e-12}
         module.main(module.Args(**flags, cuda=False, run_dir=str(tmp_path / "run")))
     assert len(acted) == 65  # of the steps, and for the value of what follows
-    obs, actions, dones, state, *_, values = unrolled[0]  # (4, 32, ...): two sequences of each environment
-    assert dones[:, :-1].any() and not state[2:].eq(0).all()
     of_steps = torch.stack([values for _, values, _ in acted[:64]])
-    torch.testing.assert_close(values.view(2, 2, 32).transpose(1, 2).reshape(64, 2), of_steps)
+    # two minibatches, each of one sequence of 32 steps of each environment
+    obs, dones, state, _, values = (torch.cat(x) for x in zip(*unrolled, strict=True))
+    assert dones[:, :-1].any() and state.ne(0).any(1).sum() == 2  # the later sequences'
+    for sequence in range(4):
+        start = 32 if state[sequence].any() else 0
+        torch.testing.assert_close(values[sequence], of_steps[start : start + 32, sequence % 2], atol=1e-6, rtol=1e-5)
     agent = module.Agent(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2))
     sequence, step = dones[:, :-1].nonzero()[0].tolist()
-    *_, values = agent.evaluate(obs, actions, dones, state)
-    *_, alone = agent.evaluate(*(x[[sequence], step + 1 :] for x in (obs, actions, dones)), torch.zeros(1, 64))
+    _, values = agent.unroll(obs, dones, state)
+    _, alone = agent.unroll(obs[[sequence], step + 1 :], dones[[sequence], step + 1 :], torch.zeros(1, 64))
     torch.testing.assert_close(values[sequence, step + 1 :], alone[0])
