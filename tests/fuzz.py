@@ -3,18 +3,15 @@
     PYTHONPATH=. python tests/fuzz.py --minutes 30 --seed 1
     PYTHONPATH=. python tests/fuzz.py --seed 1 --first 17 --draws 1   # draw 17 of seed 1 again
 
-A draw is a script, an environment (`tests.envs:Drawn-v0`, Atari on small frames, or MinAtar), flags, now and then a
-loaded model, and two launches: `python`, and torchrun on 2, 4 or 8 processes, each with OMP_NUM_THREADS unset, 1 or 2.
-Now and then a launch is killed, at any moment or behind a checkpoint, once or twice, and goes on at another number of
-processes. metrics.csv (timing aside) and every tensor of model.pt must be the same bytes. A draw is "short", and does
-not count, where --stop-at-return ended it.
+A draw is a script, an environment, flags, now and then a loaded model, and two launches: `python`, and torchrun on 2,
+4 or 8 processes. Now and then a launch is killed, once or twice, and goes on at another number of processes.
+metrics.csv (timing aside) and every tensor of model.pt must be the same bytes. A draw is "short", and does not count,
+where --stop-at-return ended it.
 
 Where both launches are wrong alike, no bytes differ. So one launch of the two may have quirks, which must not change a
-number: its environments return their own buffer, or lists, or infos of any name and type, or their actions have
-another type or unit, or they change the working directory, or one rank is slow. Now and then rank 1 alone gets another
-flag, which must be refused. And in each process addresses are asserted (`assert_aligned`): what enters a product of
-matrices must begin at a multiple of 64 bytes. Products depend on addresses on Intel's processors. On AMD's they do not,
-and there this assertion alone finds a wrong address.
+number (`tests.envs:Drawn-v0`), and now and then rank 1 alone gets another flag, which must be refused. In each process
+addresses are asserted (`assert_aligned`): what enters a product of matrices must begin at a multiple of 64 bytes.
+Products depend on addresses on Intel's processors. On AMD's this assertion alone finds a wrong address.
 
 Nine of ten draws run in processes that are forked from one that has imported everything, with the variables that a
 launcher sets: a tenth of the time. There, --compile runs graphs by torch's own operators. The tenth is launched as a
@@ -43,7 +40,6 @@ from threading import Lock
 from typing import Any, NamedTuple
 from unittest import mock
 
-import gymnasium as gym
 import torch
 import tyro
 from torch.utils._pytree import tree_leaves
@@ -261,41 +257,6 @@ def break_resume() -> None:
     checkpoint.restore = lambda state, *saved: restore({x: state[x] for x in state if x != "generator"}, *saved)
 
 
-def break_infos() -> None:
-    reset = environments.Simulator.reset
-
-    def broken(self, **how):
-        own = getattr(self.unwrapped, "info", lambda shown: {})
-        return reset(self, **how)[0], own(True)
-
-    environments.Simulator.reset = broken
-
-
-def break_units() -> None:
-    set_action_space = environments.Environments._set_action_space
-
-    def broken(self, space):
-        set_action_space(self, space)
-        self.scale = 1.0
-
-    environments.Environments._set_action_space = broken
-
-
-def break_chdir() -> None:
-    Path.absolute = lambda self: self
-
-
-def break_flags() -> None:
-    gather = processes.World.gather_objects
-    processes.World.gather_objects = lambda self, x: (
-        [x] * self.world_size if isinstance(x, dict) and "gamma" in x else gather(self, x)
-    )
-
-
-def break_spaces() -> None:
-    gym.spaces.Space.seed = lambda self, seed=None: []
-
-
 BREAKS = {name.removeprefix("break_"): x for name, x in globals().items() if name.startswith("break_")}
 
 
@@ -369,10 +330,7 @@ def assert_aligned() -> None:
 
 
 class Servers:
-    """Such a process for each OMP_NUM_THREADS and each processor that is imitated, started when it is asked for.
-
-    `broken`: the known way, if any, in which they break the program.
-    """
+    """Such a process for each OMP_NUM_THREADS and each processor that is imitated; `broken`: how, if at all."""
 
     def __init__(self, broken: str = "") -> None:
         self.broken, self.processes, self.lock = broken, {}, Lock()
@@ -499,21 +457,10 @@ def tried(draw: Draw, servers: Servers) -> str:
         return "same" if int(runs[0].rows[-1]["global_step"]) == draw.flags["total-timesteps"] else "short"
 
 
-@dataclass
-class Args:
-    minutes: float = 30.0
-    """time after which no draw is begun"""
-    draws: int = 10**9
-    """how many"""
-    seed: int = 1
-    """which draws"""
-    first: int = 0
-    """the first draw's number"""
-
-
-def main(args: Args) -> int:
-    deadline, results = time.monotonic() + 60 * args.minutes, Counter()
-    numbers = iter(range(args.first, args.first + args.draws))
+def main(minutes: float = 30.0, draws: int = 10**9, seed: int = 1, first: int = 0) -> int:
+    """Try draws of a seed, from the first number on; none is begun after so many minutes."""
+    deadline, results = time.monotonic() + 60 * minutes, Counter()
+    numbers = iter(range(first, first + draws))
     servers, lock = Servers(), Lock()
 
     def work() -> None:
@@ -523,7 +470,7 @@ def main(args: Args) -> int:
                 number = next(numbers, None)
             if number is None:
                 return
-            draw, begun = drawn(args.seed, number), time.monotonic()
+            draw, begun = drawn(seed, number), time.monotonic()
             result = tried(draw, servers)
             with lock:
                 kind = result if result in ("same", "short") else "parts"
@@ -538,7 +485,7 @@ def main(args: Args) -> int:
                 future.result()
     finally:
         servers.close()
-    print(", ".join(f"{number} {name}" for name, number in results.items()), f"(seed {args.seed})")
+    print(", ".join(f"{number} {name}" for name, number in results.items()), f"(seed {seed})")
     return int(results["parts"] > 0)
 
 
@@ -557,4 +504,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         serve()
     else:
-        sys.exit(main(tyro.cli(Args)))
+        sys.exit(tyro.cli(main))
