@@ -3,8 +3,8 @@
     python tests/chaos.py [--kills 12] [--seed 1] [case ...]
 
 Each case runs once undisturbed. Then the same command, with --resume, is started again and again, and killed: a rank,
-the launcher, all of its group; by SIGKILL, SIGTERM, SIGINT, or SIGSTOP and SIGKILL; at a random moment, half of the
-times while a checkpoint is being written. After that it is left alone until it is finished.
+the launcher, or all of its group, at a random moment, half of the times while a checkpoint is being written. After
+that it is left alone until it is finished.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def disturb(process, checkpoints: Path, chance: random.Random) -> bool:
     return True
 
 
-def main(
-    cases: tyro.conf.Positional[tuple[str, ...]] = ("ppo", "ppg", "dqn", "sac"), kills: int = 13, seed: int = 1
-) -> None:
+def main(cases: tyro.conf.Positional[tuple[str, ...]] = (*CASES,), kills: int = 13, seed: int = 1) -> None:
     """Print, for each case, how often it was killed, and that its bytes are the undisturbed run's."""
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:

@@ -105,12 +105,9 @@ def ip(words: str, check: bool = True) -> None:
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[tuple[str, ...]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable; its ends are called v and their names.
-
-    No names where they cannot be made.
-    """
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable, whose ends are called v and their names."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        yield ()
+        yield ()  # they cannot be made
         return
     names = (f"{os.getpid()}a", f"{os.getpid()}b")
     try:
@@ -165,9 +162,7 @@ def elastic(case: str, losses: int, seed: int, folder: Path) -> list[str]:
     return done
 
 
-def main(
-    cases: tyro.conf.Positional[tuple[str, ...]] = ("ppo", "ppg", "dqn", "sac"), losses: int = 5, seed: int = 1
-) -> None:
+def main(cases: tyro.conf.Positional[tuple[str, ...]] = (*CASES,), losses: int = 5, seed: int = 1) -> None:
     """Print, for each case, how a node was lost, and that the bytes are the undisturbed run's."""
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
