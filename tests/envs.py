@@ -210,34 +210,87 @@ class Drawn(gym.Env):
         return self.observe(), reward, bool(terminated), bool(truncated), self.info(self.time % 3)
 
 
-class Wrong(gym.Env):
-    """Episodes of 10 steps in any spaces; where there is a `fault`, step 7 raises, exits or has a reward of nan."""
+class Plain(gym.Env):
+    """3 numbers, episodes of 10 steps. `how`: what it does that others do not. In other spaces it is not to be started."""
 
-    def __init__(self, obs=None, actions=None, fault=""):
-        self.observation_space = gym.spaces.Box(-1, 1, (3,), np.float32) if obs is None else obs
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+    def __init__(self, how="", scale=0.0, shift=0.0, obs=None, actions=None):
+        self.how = how
+        self.scale = scale
+        self.shift = shift
+        self.steps = 0
         self.action_space = gym.spaces.Discrete(2) if actions is None else actions
-        self.fault, self.steps = fault, 0
-        if fault == "slow":
+        if obs is not None:
+            self.observation_space = obs
+        if scale:
+            self.action_space = gym.spaces.Box(shift - scale, shift + scale, (1,), np.float64)
+        if how == "bytes":
+            self.observation_space = gym.spaces.Box(0, 255, (3,), np.uint8)
+        if how == "spaces":
+            self.observation_space = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
+        if how == "exit_made":
+            sys.exit(0)
+        if how == "slow_made":
             Path("begun").touch()
             time.sleep(1000)
-        if fault == "files":  # no more can be opened
+        if how == "files":  # no more can be opened
             resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
+    def observation(self):
+        obs = self.np_random.random(3)
+        if self.how == "unseeded" and self.time == 0:
+            return np.frombuffer(os.urandom(3), np.uint8).astype(np.float32)
+        if self.how == "spaces":
+            return self.observation_space.sample()
+        if self.how == "shape" and self.steps == 15:
+            return np.zeros(4, np.float32)
+        if self.how == "huge_observation":
+            return obs.astype(np.float32) if self.steps < 15 else obs * 1e39
+        return obs if self.how == "bytes" else obs.astype(np.float32)
+
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
+        # panda-gym seeds itself anew where it is given no seed
+        own = int.from_bytes(os.urandom(4), "big") if self.how == "seeds_itself" and seed is None else seed
+        super().reset(seed=own)
+        if self.how == "exit_reset" and self.steps:
+            sys.exit(0)
+        self.time = 0
+        return self.observation(), {}
 
     def step(self, action):
+        self.time += 1
         self.steps += 1
-        reward = 1.0
-        if self.steps == 7 and self.fault == "raise":
-            raise KeyError("the user's own fault")
-        if self.steps == 7 and self.fault == "exit":
-            sys.exit(3)
-        if self.steps == 7 and self.fault == "nan":
+        reward = float(self.np_random.normal())
+        if self.scale:
+            reward = -float(((action[0] - self.shift) / self.scale - 0.4) ** 2)
+        if self.how == "spaces":
+            reward = float(self.action_space.sample() == action)
+        if self.how == "huge_reward" and self.steps == 15:
+            reward = 1e39
+        if self.how == "two_rewards" and self.steps == 15:
+            reward = np.zeros(2)
+        if self.how == "array_of_one":
+            reward = np.array([reward])
+        if self.how == "nan" and self.steps == 7:
             reward = np.nan
-        return self.observation_space.sample(), reward, False, self.steps % 10 == 0, {}
+        if self.how == "exit_step" and self.steps == 7:
+            sys.exit(3)
+        if self.how == "raise" and self.steps == 15:
+            raise ZeroDivisionError("lidar lost")
+        if self.how == "remove" and self.steps == 40:
+            (Path(os.environ["LOCKSTEP_RUN"]) / "metrics.csv").unlink(missing_ok=True)
+        if self.how == "chdir" and self.steps == 40:
+            os.chdir("/")
+        if self.how == "slow" and os.environ.get("RANK") == "0":
+            time.sleep(0.045)
+        return self.observation(), reward, False, self.time >= (100 if self.how == "slow" else 10), {}
+
+    def close(self):
+        if self.how == "exit_close":
+            sys.exit(0)
+        if self.how == "close":
+            raise ZeroDivisionError("closed already")
 
 
 def turned(**kwargs):
@@ -254,5 +307,5 @@ gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)
 gym.register("TurnedDrawn-v0", turned)
 for made in (NoisyCartPole, NoisyPendulum):
     gym.register(f"{made.__name__}-v0", made, max_episode_steps=10)
-for made in (Counting, Drawn, Dots, Strict, Wrong):
+for made in (Counting, Drawn, Dots, Plain, Strict):
     gym.register(f"{made.__name__}-v0", made)

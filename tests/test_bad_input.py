@@ -13,7 +13,7 @@ import ppo_ddp
 import sac_ddp
 from common.arguments import flag, parse
 from common.processes import BadInput
-from tests.envs import Wrong
+from tests.envs import Plain
 
 SCRIPTS = {"ppo": ppo_ddp, "ppg": ppg_ddp, "dqn": dqn_ddp, "sac": sac_ddp}
 OBSERVATIONS = "make no vector; register a wrapper that makes them a Box"
@@ -77,7 +77,7 @@ SPACES = {  # of observations, or of actions
     "OpenBox": {"actions": gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)},
 }
 for name, spaces in SPACES.items():
-    gym.register(f"{name}-v0", Wrong, kwargs=spaces)
+    gym.register(f"{name}-v0", Plain, kwargs=spaces)
 
 
 @pytest.mark.parametrize("script, flags, said", REFUSED)

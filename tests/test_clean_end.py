@@ -192,12 +192,13 @@ class Fault:
     env: dict[str, str] = field(default_factory=dict)
 
 
-WRONG = "--env-id tests.envs:Wrong-v0 --env-kwargs"
+PLAIN = "--env-id tests.envs:Plain-v0 --env-kwargs"
 ASYNC, HUNG = "--vectorization async", "Timeout (0:00:10)!"
 ONLINE = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "/nowhere"}
 OFFLINE = ONLINE | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 LAUNCHER, FIRST, LAST = 0, 1, -1
-NAN, EXIT, RAISE, SLOW, FILES = (f'{WRONG} {{"fault":"{x}"}}' for x in ("nan", "exit", "raise", "slow", "files"))
+HOW = ("nan", "exit_step", "raise", "slow_made", "files")
+NAN, EXIT, RAISE, SLOW, FILES = (f'{PLAIN} {{"how":"{x}"}}' for x in HOW)
 FAULTS = {
     "sys.exit of an environment": Fault("ppo", EXIT, 1, "RuntimeError: sys.exit(3) was called"),
     "two ranks, a flag": Fault("ppo", "--no-such-flag", 2, "--no-such-flag", processes=2),
@@ -207,7 +208,7 @@ FAULTS = {
     "a worker killed": Fault("ppo", ASYNC, 1, "async_vector_env.py", kill=(FIRST, signal.SIGKILL)),
 }
 SLOW_FAULTS = {
-    "raised in a worker": Fault("ppo", f"{RAISE} {ASYNC}", 1, "the user's own fault"),
+    "raised in a worker": Fault("ppo", f"{RAISE} {ASYNC}", 1, "lidar lost"),
     "nan in an evaluation": Fault("ppo", f"{NAN} --eval-every 64", 1, "evaluation episode 0, its step 7: its reward"),
     "two ranks, no login": Fault("ppo", "--track", 2, "--track: ", processes=2, env=ONLINE),
     "no network": Fault("ppo", "--track", 2, "--track: ", env=OFFLINE),

@@ -24,86 +24,12 @@ from common.logger import run_record
 from common.processes import BadInput, World
 from common.replay import ReplayBuffer
 from common.shards import Gradient
-from runs import ROOT, finish, run, start
+from runs import ROOT, Run, finish, run, start
+from tests.envs import Plain
 
-
-class Plain(gym.Env):
-    """3 numbers, episodes of 10 steps. `how`: what it does that others do not."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-
-    def __init__(self, how: str = "", scale: float = 0.0, shift: float = 0.0):
-        self.how = how
-        self.scale = scale
-        self.shift = shift
-        self.steps = 0
-        self.action_space = gym.spaces.Discrete(2)
-        if scale:
-            self.action_space = gym.spaces.Box(shift - scale, shift + scale, (1,), np.float64)
-        if how == "bytes":
-            self.observation_space = gym.spaces.Box(0, 255, (3,), np.uint8)
-        if how == "spaces":
-            self.observation_space = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
-        if how == "exit_made":
-            sys.exit(0)
-
-    def observation(self):
-        obs = self.np_random.random(3)
-        if self.how == "unseeded" and self.time == 0:
-            return np.frombuffer(os.urandom(3), np.uint8).astype(np.float32)
-        if self.how == "spaces":
-            return self.observation_space.sample()
-        if self.how == "shape" and self.steps == 15:
-            return np.zeros(4, np.float32)
-        if self.how == "huge_observation":
-            return obs.astype(np.float32) if self.steps < 15 else obs * 1e39
-        return obs if self.how == "bytes" else obs.astype(np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        # panda-gym seeds itself anew where it is given no seed
-        own = int.from_bytes(os.urandom(4), "big") if self.how == "seeds_itself" and seed is None else seed
-        super().reset(seed=own)
-        if self.how == "exit_reset" and self.steps:
-            sys.exit(0)
-        self.time = 0
-        return self.observation(), {}
-
-    def step(self, action):
-        self.time += 1
-        self.steps += 1
-        reward = float(self.np_random.normal())
-        if self.scale:
-            reward = -float(((action[0] - self.shift) / self.scale - 0.4) ** 2)
-        if self.how == "spaces":
-            reward = float(self.action_space.sample() == action)
-        if self.how == "huge_reward" and self.steps == 15:
-            reward = 1e39
-        if self.how == "two_rewards" and self.steps == 15:
-            reward = np.zeros(2)
-        if self.how == "array_of_one":
-            reward = np.array([reward])
-        if self.how == "raise" and self.steps == 15:
-            raise ZeroDivisionError("lidar lost")
-        if self.how == "remove" and self.steps == 40:
-            (Path(os.environ["LOCKSTEP_RUN"]) / "metrics.csv").unlink(missing_ok=True)
-        if self.how == "chdir" and self.steps == 40:
-            os.chdir("/")
-        if self.how == "slow" and os.environ.get("RANK") == "0":
-            threading.Event().wait(0.045)
-        return self.observation(), reward, False, self.time >= (100 if self.how == "slow" else 10), {}
-
-    def close(self):
-        if self.how == "exit_close":
-            sys.exit(0)
-        if self.how == "close":
-            raise ZeroDivisionError("closed already")
-
-
-gym.register("Plain-v0", Plain)
-PLAIN = "test_outsiders:Plain-v0"
+PLAIN = "tests.envs:Plain-v0"
 SHORT = f"--env-id {PLAIN} --num-steps 16 --num-minibatches 2 --total-timesteps 256 --eval-every 0"
-DQN = f"--env-id {PLAIN} --total-timesteps 256 --learning-starts 64 --buffer-size 400 --batch-size 8 --eval-every 0"
-SAC = f"--env-id {PLAIN} --total-timesteps 256 --learning-starts 64 --buffer-size 400 --batch-size 8 --eval-every 0"
+REPLAY = f"--env-id {PLAIN} --total-timesteps 256 --learning-starts 64 --buffer-size 400 --batch-size 8 --eval-every 0"
 
 
 def options(**given: object) -> str:
@@ -112,47 +38,33 @@ def options(**given: object) -> str:
     return f"--env-kwargs {{{text}}}"
 
 
-def rows_of(main, args_type, flags: str, run_dir: Path, **given) -> list[str]:
-    """metrics.csv of a run in this process, without the columns of time."""
-    words = [*flags.split(), "--run-dir", str(run_dir)]
-    args = parse(args_type, words)
-    for name, value in given.items():
-        setattr(args, name, value)
-    main(args)
-    header, *rows = [line.split(",") for line in (run_dir / "metrics.csv").read_text().splitlines()]
-    return [",".join(x for name, x in zip(header, row, strict=True) if name[:5] != "time/") for row in rows]
+def rows_of(module, flags: str, run_dir: Path) -> list[dict[str, str]]:
+    """The rows of a run in this process."""
+    module.main(parse(module.Args, [*flags.split(), "--run-dir", str(run_dir)]))
+    return Run(0, "", "", run_dir).rows
 
 
-@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", SHORT), ("ppg_ddp.py", SHORT), ("sac_ddp.py", SAC)])
+@pytest.mark.parametrize("script, flags", [("ppo_ddp.py", SHORT), ("ppg_ddp.py", SHORT), ("sac_ddp.py", REPLAY)])
 def test_units_of_actions_do_not_matter(script, flags, tmp_path):
     """The same task with bounds of +-1, +-0.001, +-1000, and 99 to 101: the same curve and networks to rounding."""
     if script == "ppg_ddp.py":
         flags += " --n-pi 2 --num-aux-minibatches 2"
     found = []
     for scale, shift in ((1.0, 0.0), (0.001, 0.0), (1000.0, 0.0), (1.0, 100.0)):
-        done = run(
-            script, 1, f"{flags} --save-model {options(scale=scale, shift=shift)}", tmp_path / f"{scale}_{shift}"
-        )
+        more = f"--save-model {options(scale=scale, shift=shift)}"
+        done = run(script, 1, f"{flags} {more}", tmp_path / f"{scale}_{shift}")
         found.append([float(row[name] or 0) for row in done.rows for name in row])
     assert len(found[0]) > 10
     for others in found[1:]:
         np.testing.assert_allclose(others, found[0], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("how", ["spaces", "seeds_itself"])
-@pytest.mark.parametrize("module, flags", [(ppo_ddp, SHORT), (dqn_ddp, DQN)])
-def test_what_environments_draw_elsewhere_repeats(how, module, flags, tmp_path):
-    """From their spaces, and from generators that they seed anew in a reset without a seed."""
-    first, second = (rows_of(module.main, module.Args, flags + " " + options(how=how), tmp_path / x) for x in "ab")
-    assert first == second and first
-
-
-def test_a_reward_may_be_an_array_of_one_number(tmp_path):
-    first, second = (
-        rows_of(ppo_ddp.main, ppo_ddp.Args, f"{SHORT} {options(how=x)}", tmp_path / f"_{x}")
-        for x in ("", "array_of_one")
-    )
-    assert first == second and first
+@pytest.mark.parametrize("how, again", [("spaces", "spaces"), ("seeds_itself", "seeds_itself"), ("", "array_of_one")])
+@pytest.mark.parametrize("module, flags", [(ppo_ddp, SHORT), (dqn_ddp, REPLAY)])
+def test_what_environments_draw_elsewhere_repeats(how, again, module, flags, tmp_path):
+    """From their spaces, and from generators that they seed in a reset without a seed. A reward may be an array."""
+    first = rows_of(module, f"{flags} {options(how=how)}", tmp_path / "first")
+    assert rows_of(module, f"{flags} {options(how=again)}", tmp_path / "again") == first and first
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
@@ -165,14 +77,14 @@ def test_a_reward_may_be_an_array_of_one_number(tmp_path):
         ("raise", ZeroDivisionError, "environment 0, its step 15"),
         ("huge_observation", FloatingPointError, "environment 0, its step 15: its observation is not finite"),
         ("huge_reward", FloatingPointError, "environment 0, its step 15: its reward is not finite"),
+        ("remove", FileNotFoundError, "metrics.csv"),  # rows that cannot be kept
     ],
 )
-def test_a_fault_of_an_environment_is_told_with_its_step(vectorization, how, kind, said, tmp_path, recwarn):
+def test_an_environments_fault_is_told_with_its_step(vectorization, how, kind, said, tmp_path, monkeypatch, recwarn):
     """The same faults in this process and in processes of their own, whose errors gymnasium prints as warnings."""
+    monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path / "run"))
     with pytest.raises(kind) as raised:
-        args = parse(ppo_ddp.Args, f"{SHORT} {options(how=how)} --vectorization {vectorization}".split())
-        args.run_dir = str(tmp_path / "run")
-        ppo_ddp.main(args)
+        rows_of(ppo_ddp, f"{SHORT} {options(how=how)} --vectorization {vectorization}", tmp_path / "run")
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", []), *(str(x.message) for x in recwarn)])
     assert re.search(said, told)
 
@@ -198,17 +110,10 @@ def test_a_task_that_does_not_repeat_is_told(how, tmp_path, monkeypatch, capfd):
     """By what evaluations begin with; and a long evaluation says how far it is."""
     monkeypatch.setattr(environments, "PROGRESS_PERIOD", 0.0)
     monkeypatch.setattr(environments, "EVALUATION_BOUNDARY", 5)
-    flags = f"{SHORT} {options(how=how)} --eval-every 128 --eval-episodes 2 --run-dir {tmp_path / 'run'}"
-    ppo_ddp.main(parse(ppo_ddp.Args, flags.split()))
+    rows_of(ppo_ddp, f"{SHORT} {options(how=how)} --eval-every 128 --eval-episodes 2", tmp_path / "run")
     said = capfd.readouterr().out
     assert said.count("no run of this task repeats") == (2 if how else 0)
     assert said.count("evaluation: 2 of 2 episodes go on after 5 steps") == 3
-
-
-def test_rows_that_cannot_be_kept_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path / "run"))
-    with pytest.raises(FileNotFoundError, match="metrics.csv"):
-        rows_of(ppo_ddp.main, ppo_ddp.Args, f"{SHORT} {options(how='remove')}", tmp_path / "run")
 
 
 def test_a_rank_may_wait_for_long_for_another_that_goes_on(tmp_path):
@@ -255,17 +160,15 @@ def test_a_run_leaves_its_process_as_it_was(tmp_path):
         drawn = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
         return [*drawn, torch.get_num_threads(), float(torch.tensor(1e-39) * 1.0)]
 
-    rows = [rows_of(ppo_ddp.main, ppo_ddp.Args, SHORT, tmp_path / "a")]
+    rows = [rows_of(ppo_ddp, SHORT, tmp_path / "a")]
     torch.set_num_threads(2)
-    args = parse(ppo_ddp.Args, [*SHORT.split(), "--run-dir", str(tmp_path / "again")])
-    fault = parse(ppo_ddp.Args, f"{SHORT} {options(how='raise')} --run-dir {tmp_path / 'fault'}".split())
     before = state()
-    ppo_ddp.main(args)
+    rows_of(ppo_ddp, SHORT, tmp_path / "again")
     assert state() == before and before[-1] > 0
     with pytest.raises(ZeroDivisionError):
-        ppo_ddp.main(fault)
+        rows_of(ppo_ddp, f"{SHORT} {options(how='raise')}", tmp_path / "fault")
     assert state() == before
-    thread = threading.Thread(target=lambda: rows.append(rows_of(ppo_ddp.main, ppo_ddp.Args, SHORT, tmp_path / "b")))
+    thread = threading.Thread(target=lambda: rows.append(rows_of(ppo_ddp, SHORT, tmp_path / "b")))
     thread.start()
     thread.join()
     torch.set_num_threads(1)
@@ -337,13 +240,13 @@ def test_a_console_of_few_letters(tmp_path, monkeypatch):
     console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", console)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    rows_of(ppo_ddp.main, ppo_ddp.Args, SHORT, tmp_path / "Läufe")
+    rows_of(ppo_ddp, SHORT, tmp_path / "Läufe")
     console.flush()
     assert b"writing to" in console.buffer.getvalue() and rb"L\xe4ufe" in console.buffer.getvalue()
 
 
 def test_what_gymnasium_can_flatten_is_learned_from(tmp_path, capfd):
-    rows_of(dqn_ddp.main, dqn_ddp.Args, DQN.replace(PLAIN, "Blackjack-v1"), tmp_path / "run")
+    rows_of(dqn_ddp, REPLAY.replace(PLAIN, "Blackjack-v1"), tmp_path / "run")
     said = "observations are flattened: Tuple(Discrete(32), Discrete(11), Discrete(2)) to 45 numbers"
     assert said in capfd.readouterr().out
 
