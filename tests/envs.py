@@ -111,24 +111,6 @@ class Dots(gym.Env):
         return self.draw(), reward, False, self.time == 20, {}
 
 
-class Strict(gym.Env):
-    """Refuses actions that are not of its space: 2 x 2 float32, with bounds that are not symmetric. 10 steps long."""
-
-    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
-    action_space = gym.spaces.Box(np.float32([[-0.5, 1], [0, -3]]), np.float32([[0.1, 1.5], [2, -2]]))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.time = 0
-        return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
-
-    def step(self, action):
-        if not self.action_space.contains(action):
-            raise ValueError(f"{action} of {action.dtype} and shape {action.shape} is not in {self.action_space}")
-        self.time += 1
-        return self.np_random.uniform(-1, 1, 3).astype(np.float32), float(action.sum()), False, self.time == 10, {}
-
-
 class Drawn(gym.Env):
     """An environment of any spaces; its state follows from its seed and all actions, so that no rounding is lost.
 
@@ -211,7 +193,7 @@ class Drawn(gym.Env):
 
 
 class Plain(gym.Env):
-    """3 numbers, episodes of 10 steps. `how`: what it does that others do not. In other spaces it is not to be started."""
+    """3 numbers, episodes of 10 steps. `how`: what it does that others do not. In other spaces none is started."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
@@ -307,5 +289,5 @@ gym.register("LibraryCartPole-v0", LibraryCartPole, max_episode_steps=50)
 gym.register("TurnedDrawn-v0", turned)
 for made in (NoisyCartPole, NoisyPendulum):
     gym.register(f"{made.__name__}-v0", made, max_episode_steps=10)
-for made in (Counting, Drawn, Dots, Plain, Strict):
+for made in (Counting, Drawn, Dots, Plain):
     gym.register(f"{made.__name__}-v0", made)
