@@ -22,3 +22,20 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """`watch(owner, name)`: a list that gets the inputs and the result of each call of a function from now on."""
+
+    def begin(owner, name):
+        function, calls = getattr(owner, name), []
+
+        def watched(*inputs):
+            calls.append((inputs, function(*inputs)))
+            return calls[-1][1]
+
+        monkeypatch.setattr(owner, name, watched)
+        return calls
+
+    return begin

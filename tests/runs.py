@@ -7,10 +7,12 @@ import csv
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,10 +36,15 @@ class Run:
     dir: Path
 
     @property
-    def rows(self) -> list[dict[str, str]]:
-        """The rows of metrics.csv without the timing columns."""
+    def timed_rows(self) -> list[dict[str, str]]:
+        """The rows of metrics.csv."""
         with open(self.dir / "metrics.csv", newline="") as file:
-            return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
+            return [*csv.DictReader(file)]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """The same without the timing columns."""
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in self.timed_rows]
 
     def column(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if row[name]]
@@ -111,8 +118,7 @@ def send(processes: list[psutil.Process], number: int) -> None:
 def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", code: int = 0, **env):
     """Run to the end, through the launcher. Ranks are forked with all imports done: a tenth of the time.
 
-    `code`: with which all ranks are to end; where one dies of SIGKILL, the others are then ended by it. Everything that
-    depends on how a process starts or ends belongs to `start` and `finish` instead.
+    `code`: with which all ranks are to end; where one dies of SIGKILL, the others are then ended by it.
     """
     import launcher  # here, because programs that only start and finish runs have no path to it
 
@@ -120,6 +126,12 @@ def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "f
     env, output = {"LOCKSTEP_DTYPE": dtype} | env, Path(f"{run_dir}.out")
     text = fork(launcher.main, (words,), world_size, output, env, code)
     return Run(code, text, text, run_dir)
+
+
+def train(module, run_dir: Path, **flags) -> Run:
+    """Run a script in this process, on the CPU and, unless flags say otherwise, without evaluations."""
+    module.main(module.Args(**{"cuda": False, "eval_every": 0} | flags, run_dir=str(run_dir)))
+    return Run(0, "", "", run_dir)
 
 
 def fork(
@@ -180,6 +192,13 @@ def edited(name: str, text: str, *edits: tuple[str, str]) -> str:
         if text == before:
             raise LookupError(f"{name}: there is no {old!r} to replace with {new!r}.")
     return text
+
+
+def block_of(page: str, part: str) -> str:
+    """The indented block of a page of docs/ that has `part`, as it would stand in a file."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    (block,) = (block for block in blocks if part in block)
+    return textwrap.dedent(block).strip() + "\n"
 
 
 def assert_close(a: Run, b: Run, relative: float = 1e-9, absolute: float = 1e-11) -> None:

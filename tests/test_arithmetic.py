@@ -20,6 +20,7 @@ from common.normalization import RunningMoments, discounted_returns, standardize
 from common.processes import World
 from common.replay import Batch
 from common.tensors import check_equal
+from runs import train
 
 COUNTING = "tests.envs:Counting-v0"
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -54,25 +55,17 @@ def test_a_truncated_step_is_worth_what_follows_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ppo_ddp.Agent, "forward", forward)
     monkeypatch.setattr(ppo_ddp, "compute_gae", stop)
-    args = {"env_id": COUNTING, "gamma": 0.5, "norm_reward": False, "eval_every": 0, "cuda": False}
     with pytest.raises(InterruptedError):
-        ppo_ddp.main(ppo_ddp.Args(**args, run_dir=str(tmp_path / "run")))
+        train(ppo_ddp, tmp_path / "run", env_id=COUNTING, gamma=0.5, norm_reward=False)
 
 
-def test_a_truncated_transition_is_followed_by_its_last_observation(tmp_path, monkeypatch):
+def test_a_truncated_transition_is_followed_by_its_last_observation(tmp_path, watch):
     """In DQN's batches, and in SAC's, which has the same lines; a termination's value is 0."""
-    sample, batches = dqn_ddp.ReplayBuffer.sample, []
-
-    def noted(*args):
-        batches.append(sample(*args))
-        return batches[-1]
-
-    monkeypatch.setattr(dqn_ddp.ReplayBuffer, "sample", noted)
-    sizes = {"learning_starts": 40, "total_timesteps": 400, "batch_size": 40, "buffer_size": 200, "eval_every": 0}
-    dqn_ddp.main(dqn_ddp.Args(**sizes, env_id=COUNTING, cuda=False, run_dir=str(tmp_path / "run")))
-    obs, next_obs, discounts = (
-        torch.cat([getattr(x.batch, y) for x in batches]) for y in ("obs", "next_obs", "discounts")
-    )
+    calls = watch(dqn_ddp.ReplayBuffer, "sample")
+    sizes = {"learning_starts": 40, "total_timesteps": 400, "batch_size": 40, "buffer_size": 200}
+    train(dqn_ddp, tmp_path / "run", **sizes, env_id=COUNTING)
+    names = ("obs", "next_obs", "discounts")
+    obs, next_obs, discounts = (torch.cat([getattr(x.batch, name) for _, x in calls]) for name in names)
     episode, time = np.divmod(obs[:, 0].numpy(), 100)
     terminated = (time + 1 == 2 + episode % 4) & (episode % 3 != 0)
     assert np.array_equal(discounts == 0, terminated) and 0 < terminated.sum() < len(terminated)
@@ -294,10 +287,7 @@ def test_streams_of_seeds_do_not_overlap():
 
 
 def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
-    """Evaluation stops after MAX_STEPS: an unfinished episode's return so far, a finished one's whole return.
-
-    It meets the other ranks every 100 steps, is done once no rank plays, and ends sooner when asked to stop.
-    """
+    """Evaluation stops after MAX_STEPS; meets other ranks every 100, until none plays; is cut short when asked to."""
     monkeypatch.setattr(environments, "MAX_STEPS", 150)
     args = ppo_ddp.Args(cuda=False)
     world = World(False)
@@ -340,7 +330,6 @@ CHANGES = {  # of what rank 1 has, and the name that is said
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_kind_of_state_is_compared(name, monkeypatch):
     """`check_equal` names what differs on rank 1, be it of a network, an optimiser, a generator, or there alone."""
-
     states = []
     for _ in range(2):
         torch.manual_seed(0)

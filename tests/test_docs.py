@@ -4,13 +4,12 @@ import dataclasses
 import importlib
 import re
 import shlex
-import textwrap
 
 import pytest
 import tyro
 
 from common.arguments import Count, Whole, parse
-from runs import ROOT, run
+from runs import ROOT, block_of, run
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
@@ -96,9 +95,7 @@ def test_readme_is_short_and_every_page_is_linked():
 
 def test_the_environment_of_the_docs_trains(tmp_path, monkeypatch):
     """The file my_env.py of docs/environments.md, as it stands."""
-    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs" / "environments.md").read_text(), re.MULTILINE)
-    (program,) = (block for block in blocks if 'gym.register("Target-v0"' in block)
-    (tmp_path / "my_env.py").write_text(textwrap.dedent(program))
+    (tmp_path / "my_env.py").write_text(block_of("environments.md", 'gym.register("Target-v0"'))
     monkeypatch.syspath_prepend(tmp_path)
     run("ppo_ddp.py", 1, "--env-id my_env:Target-v0 --num-steps 8 --total-timesteps 512", tmp_path / "run")
 

@@ -1,7 +1,6 @@
 """Nodes that come and go."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import time
 import pytest
 
 from elastic import ELASTIC, elastic
-from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run, start, wait_until
+from runs import PATIENCE, ROOT, Run, block_of, edited, finish, free_port, same_run, start, wait_until
 
 
 @pytest.mark.slow
@@ -18,13 +17,6 @@ from runs import PATIENCE, ROOT, Run, edited, finish, free_port, same_run, start
 def test_nodes_come_and_go(case, tmp_path):
     """Five losses at random moments; between network namespaces, where these can be made, a node is also cut off."""
     assert elastic(case, 5, 1, tmp_path)
-
-
-def block_of(page: str, first: str) -> str:
-    """The indented block of a page that has a line with `first`."""
-    blocks = re.findall(r"(?:^    .*\n)+", (ROOT / "docs" / page).read_text(), re.MULTILINE)
-    (block,) = (block for block in blocks if first in block)
-    return re.sub(r"^    ", "", block, flags=re.MULTILINE)
 
 
 def test_the_variables_that_the_docs_set_are_those_of_the_tests():

@@ -14,25 +14,17 @@ from common.arguments import RunArgs
 from common.environments import Environments
 from common.normalization import explained_variance
 from common.processes import World
-from runs import Run, flat
+from runs import flat, train
 from test_shards import run_of
 
 
-def test_a_row_of_dqn_by_hand(tmp_path, monkeypatch):
+def test_a_row_of_dqn_by_hand(tmp_path, watch):
     """Means over all updates since the last row (20, 40 and 20 of them), epsilon, and the falling learning rate."""
-    forward, losses = dqn_ddp.TDLoss.forward, []
-
-    def noted(self, batch):
-        loss, stats = forward(self, batch)
-        losses.append(stats["td_loss"].item())
-        return loss, stats
-
-    monkeypatch.setattr(dqn_ddp.TDLoss, "forward", noted)
+    calls = watch(dqn_ddp.TDLoss, "forward")
     sizes = {"num_envs": 2, "train_frequency": 2, "learning_starts": 40, "total_timesteps": 200, "batch_size": 8}
     rates = {"learning_rate": 0.01, "start_e": 1.0, "end_e": 0.1, "exploration_fraction": 0.5}
-    more = {"log_every": 80, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
-    dqn_ddp.main(dqn_ddp.Args(**sizes, **rates, **more))
-    run = Run(0, "", "", tmp_path)
+    run = train(dqn_ddp, tmp_path, **sizes, **rates, log_every=80)
+    losses = [stats["td_loss"].item() for _, (_, stats) in calls]
     assert run.column("global_step") == [80, 160, 200] and len(losses) == 80
     means = [np.mean(part) for part in np.split(np.array(losses), [20, 60])]
     assert run.column("losses/td_loss") == pytest.approx(means, rel=1e-6)
@@ -81,17 +73,13 @@ def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, 
     monkeypatch.setattr(Environments, "atari", property(lambda _: atari, lambda *_: None), raising=False)
     owner, name = (module.ReplayBuffer, "add") if module is dqn_ddp else (module, "discounted_returns")
     monkeypatch.setattr(owner, name, noted)
-    args = module.Args(env_id="tests.envs:NoisyCartPole-v0", eval_every=0, cuda=False, run_dir=str(tmp_path / "run"))
     with pytest.raises(InterruptedError):
-        module.main(args)
+        train(module, tmp_path / "run", env_id="tests.envs:NoisyCartPole-v0")
     assert len(learned) > 2 and (set(learned) == {-1.0, 1.0}) == atari
 
 
 def test_what_ppo_learns_from(tmp_path, monkeypatch):
-    """Actions as they were sampled, not as the environment took them; and moments of all of an iteration.
-
-    Those of observations as they are, those of rewards from the discounted sums since the episode's start.
-    """
+    """Actions as they were sampled; moments of an iteration's observations, and of rewards' sums since the start."""
     seen = {name: [] for name in ("sampled", "actions", "obs", "rewards", "sums")}
 
     def note(owner, name, given):
@@ -110,8 +98,7 @@ def test_what_ppo_learns_from(tmp_path, monkeypatch):
     note(ppo_ddp, "discounted_returns", lambda _, rewards, *more: {"rewards": rewards})
     note(ppo_ddp.RunningMoments, "update", lambda _, self, x, world: {"obs" if self.shape else "sums": x})
     sizes = {"num_envs": 2, "num_steps": 120, "total_timesteps": 480, "num_minibatches": 4, "norm_obs": True}
-    more = {"env_id": "Pendulum-v1", "eval_every": 0, "cuda": False, "run_dir": str(tmp_path), "gamma": 0.5}
-    ppo_ddp.main(ppo_ddp.Args(**sizes, **more))
+    train(ppo_ddp, tmp_path, **sizes, env_id="Pendulum-v1", gamma=0.5)
     actions, rewards, sums, obs = (np.concatenate(seen[x]) for x in ("actions", "rewards", "sums", "obs"))
     assert np.array_equal(actions, seen["sampled"]) and np.abs(actions).max() > 2.0  # what Pendulum takes at most
     assert obs.shape == (240, 2, 3) and np.abs(obs).max() > 2.0  # speeds, as they are
@@ -121,36 +108,24 @@ def test_what_ppo_learns_from(tmp_path, monkeypatch):
     np.testing.assert_allclose(sums, expected, rtol=1e-12)
 
 
-def test_what_advantages_are_normalised_over(tmp_path, monkeypatch):
+def test_what_advantages_are_normalised_over(tmp_path, watch):
     """Mean 0 and deviation 1: with `batch` all of an epoch, with `minibatch` each minibatch, with `none` neither."""
-    forward = ppo_ddp.PPOLoss.forward
-    sizes = {"num_steps": 32, "total_timesteps": 128, "update_epochs": 1, "eval_every": 0, "cuda": False}
+    calls = watch(ppo_ddp.PPOLoss, "forward")
     for norm_adv, batch_is, minibatch_is in (("batch", True, False), ("minibatch", True, True), ("none", False, False)):
-        seen = []
-
-        def noted(self, mb, seen=seen):
-            seen.append(mb.advantages)
-            return forward(self, mb)
-
-        monkeypatch.setattr(ppo_ddp.PPOLoss, "forward", noted)
-        ppo_ddp.main(ppo_ddp.Args(**sizes, norm_adv=norm_adv, run_dir=str(tmp_path / norm_adv)))
+        calls.clear()
+        train(ppo_ddp, tmp_path / norm_adv, num_steps=32, total_timesteps=128, update_epochs=1, norm_adv=norm_adv)
+        seen = [mb.advantages for (_, mb), _ in calls]
         assert len(seen) == 4
         for x, normalised in ((torch.cat(seen), batch_is), (seen[0], minibatch_is), (seen[3], minibatch_is)):
             assert (abs(x.mean()) < 1e-5 and abs(x.std() - 1) < 0.02) == normalised, norm_adv
 
 
-def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch):
+def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch, watch):
     """Where the greedy action is always 1 of two, and epsilon 0.5, a quarter of the actions are 0."""
-    add, taken = dqn_ddp.ReplayBuffer.add, []
-
-    def noted(self, actions, *args):
-        taken.extend(actions)
-        add(self, actions, *args)
-
-    monkeypatch.setattr(dqn_ddp.ReplayBuffer, "add", noted)
+    calls = watch(dqn_ddp.ReplayBuffer, "add")
     monkeypatch.setattr(Policy, "__call__", lambda self, obs: np.tile([0.0, 1.0], (len(obs), 1)))
-    sizes = {"total_timesteps": 4000, "learning_starts": 3900, "start_e": 0.5, "end_e": 0.5, "eval_every": 0}
-    dqn_ddp.main(dqn_ddp.Args(**sizes, cuda=False, run_dir=str(tmp_path)))
+    train(dqn_ddp, tmp_path, total_timesteps=4000, learning_starts=3900, start_e=0.5, end_e=0.5)
+    taken = np.concatenate([actions for (_, actions, *_), _ in calls])
     assert len(taken) == 4000 and np.mean(np.equal(taken, 0)) == pytest.approx(0.25, abs=0.03)
 
 
@@ -171,16 +146,14 @@ def rates(monkeypatch):
 def test_each_optimiser_of_sac_has_its_rate_and_its_steps(rates, tmp_path):
     """20 updates of the critics; after each second one, two of the actor with the temperature."""
     sizes = {"num_envs": 2, "total_timesteps": 80, "learning_starts": 40, "train_frequency": 2, "batch_size": 8}
-    more = {"policy_lr": 1e-3, "q_lr": 2e-3, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
-    sac_ddp.main(sac_ddp.Args(**sizes, **more, env_id="Pendulum-v1"))
+    train(sac_ddp, tmp_path, **sizes, policy_lr=1e-3, q_lr=2e-3, env_id="Pendulum-v1")
     assert rates == {12: [2e-3] * 20, 6: [1e-3] * 20, 1: [2e-3] * 20}  # critics, actor, temperature
 
 
 def test_both_phases_of_ppg_share_one_schedule(rates, tmp_path):
     """Each optimiser's rate falls linearly over the whole run, and never starts again."""
     sizes = {"num_steps": 32, "n_pi": 4, "aux_epochs": 4, "num_aux_minibatches": 4, "total_timesteps": 12 * 128}
-    more = {"learning_rate": 1e-3, "aux_learning_rate": 2e-3, "eval_every": 0, "cuda": False, "run_dir": str(tmp_path)}
-    ppg_ddp.main(ppg_ddp.Args(**sizes, **more))
+    train(ppg_ddp, tmp_path, **sizes, learning_rate=1e-3, aux_learning_rate=2e-3)
     assert rates.keys() == {12, 14}  # the auxiliary one moves the head besides
     np.testing.assert_allclose(rates[12], np.repeat(1e-3 * (1 - np.arange(12) / 12), 4))
     np.testing.assert_allclose(rates[14], np.repeat(2e-3 * (1 - np.array([3, 7, 11]) / 12), 16))
@@ -210,12 +183,10 @@ def another(name: str, value) -> bool | int | float | str:
 @pytest.mark.parametrize("module", SETTINGS)
 def test_every_flag_of_an_algorithm_changes_what_is_learned(module, tmp_path):
     """A flag that is not wired in would leave the same parameters."""
-    shared = {"env_id": "tests.envs:NoisyCartPole-v0", "eval_every": 0, "cuda": False, "save_model": True}
-    settings = shared | SETTINGS[module]
+    settings = {"env_id": "tests.envs:NoisyCartPole-v0", "save_model": True} | SETTINGS[module]
 
     def learned(name: str, **changes) -> dict[str, torch.Tensor]:
-        module.main(module.Args(**settings | changes, run_dir=str(tmp_path / name)))
-        state = dict(flat(torch.load(tmp_path / name / "model.pt", weights_only=True)))
+        state = dict(flat(train(module, tmp_path / name, **settings | changes).model))
         return {name: x for name, x in state.items() if "moments" not in name and "log_alpha" not in name}
 
     before, defaults = learned("none"), module.Args(**settings)

@@ -1,6 +1,5 @@
 """What a run leaves: config.json, metrics.csv and model.pt; and that a script can be copied."""
 
-import csv
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import sac_ddp
 from common.arguments import parse
 from common.logger import Logger, write_whole
 from common.processes import BadInput, World
-from runs import PATIENCE, ROOT, run
+from runs import PATIENCE, ROOT, run, train
 
 ALL = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 SHORT = "--num-steps 32 --total-timesteps 1024 --eval-every 500 --eval-episodes 3"
@@ -32,8 +31,7 @@ REPLAY += " --log-every 200 --train-frequency 8"
 def test_the_run_directory(tmp_path):
     """Blank cells for nothing to report, episodes of all ranks, a model without prefixes, a config to rerun from."""
     result = run("ppg_ddp.py", 2, f"{SHORT} --n-pi 4 --save-model --seed 3", tmp_path / "a")
-    with open(result.dir / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = result.timed_rows
     assert list(rows[0])[0] == "global_step" and set(rows[0]) > {*ppg_ddp.COLUMNS, "time/SPS"}
     assert "1,024 of 1,024  SPS " in result.out
     updates = [row for row in rows if row["losses/policy_loss"]]
@@ -73,15 +71,13 @@ def test_the_run_directory_of_replay_scripts(tmp_path):
 def test_speed_does_not_count_evaluation(tmp_path):
     """time/SPS: transitions by the seconds that were not evaluation's."""
     sizes = {"learning_starts": 100, "log_every": 128, "train_frequency": 8, "total_timesteps": 512}
-    dqn_ddp.main(dqn_ddp.Args(**sizes, eval_every=128, cuda=False, run_dir=str(tmp_path / "a")))
-    with open(tmp_path / "a" / "metrics.csv", newline="") as file:
-        evaluations, checked = 0.0, 0
-        for row in csv.DictReader(file):
-            evaluations += float(row["time/eval"] or 0)
-            if row["time/SPS"] and evaluations:
-                seconds = int(row["global_step"]) / float(row["time/SPS"])
-                assert seconds == pytest.approx(float(row["time/wall"]) - evaluations, rel=1e-4)
-                checked += 1
+    evaluations, checked = 0.0, 0
+    for row in train(dqn_ddp, tmp_path / "a", **sizes, eval_every=128).timed_rows:
+        evaluations += float(row["time/eval"] or 0)
+        if row["time/SPS"] and evaluations:
+            seconds = int(row["global_step"]) / float(row["time/SPS"])
+            assert seconds == pytest.approx(float(row["time/wall"]) - evaluations, rel=1e-4)
+            checked += 1
     assert checked == 4
 
 
@@ -110,17 +106,16 @@ def test_what_is_there_stays_until_the_new_is_whole(tmp_path, monkeypatch):
 
 def test_a_run_that_is_refused_may_be_tried_again(tmp_path):
     """Its directory, made with those above it, is still free."""
-    args = {"total_timesteps": 512, "eval_every": 0, "run_dir": str(tmp_path / "a" / "b")}
     with pytest.raises(BadInput, match="^--load-model nothing.pt: cannot be read"):
-        ppo_ddp.main(ppo_ddp.Args(**args, load_model="nothing.pt"))
-    ppo_ddp.main(ppo_ddp.Args(**args))
+        train(ppo_ddp, tmp_path / "a" / "b", total_timesteps=512, load_model="nothing.pt")
+    train(ppo_ddp, tmp_path / "a" / "b", total_timesteps=512)
 
 
 def test_a_terminal_has_a_bar_with_the_time_left(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    ppo_ddp.main(ppo_ddp.Args(total_timesteps=1024, eval_every=0, run_dir=str(tmp_path / "run")))
-    bar = re.search(r"100%\S+ 1024/1024 \[\d\d:\d\d<00:00, .*it/s, SPS .*return \d+\.\d\]", capfd.readouterr().out)
-    assert bar
+    train(ppo_ddp, tmp_path / "run", total_timesteps=1024)
+    bar = r"100%\S+ 1024/1024 \[\d\d:\d\d<00:00, .*it/s, SPS .*return \d+\.\d\]"
+    assert re.search(bar, capfd.readouterr().out)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from common.arguments import parse
 from common.logger import Logger, processor, run_record
 from common.processes import World
 from fuzz import PROCESSORS
-from runs import ROOT
+from runs import ROOT, block_of
 
 SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "eval_every": 160}
 SMALL |= {"eval_episodes": 2, "cuda": False, "save_model": True}
@@ -171,9 +170,7 @@ def test_a_shorter_run_is_not_the_same_bytes(recorded, tmp_path, capsys):
 
 def test_the_sweep_of_the_docs_is_a_suite(tmp_path, capsys):
     """Its commands, with those of three learning rates and five seeds, each of which goes on after a stop."""
-    blocks = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE)
-    (block,) = (block for block in blocks if "from benchmark.suites import work" in block)
-    (tmp_path / "my_suite.py").write_text(textwrap.dedent(block))
+    (tmp_path / "my_suite.py").write_text(block_of("results.md", "from benchmark.suites import work"))
     runner.main(runner.Args(str(tmp_path / "my_suite.py"), dry_run=True))
     lines = capsys.readouterr().out.splitlines()
     assert len(set(lines)) == 15 and all(" --resume " in line for line in lines)

@@ -1,7 +1,4 @@
-"""One replay buffer over all ranks: the same draws, whatever the number of shards; n-step returns and frame stacks.
-
-And when DQN and SAC begin to learn from it, and what their updates leave.
-"""
+"""One replay buffer over all ranks: draws, n-step returns, frame stacks; when DQN and SAC begin to learn from it."""
 
 import gc
 from importlib.util import find_spec
@@ -18,7 +15,7 @@ import sac_ddp
 from common.environments import TRAINING, Environments
 from common.processes import BadInput, World
 from common.replay import ReplayBuffer
-from runs import Run, run
+from runs import run, train
 
 ENVPOOL = pytest.mark.skipif(find_spec("envpool") is None, reason="pip install envpool==1.2.5")
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
@@ -95,17 +92,14 @@ def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.
 @pytest.mark.parametrize("alpha, n_step", [(0.0, 1), (0.0, 3), (0.6, 1), (0.6, 3)])
 @pytest.mark.parametrize("world_size, num_shards", [(2, 2), (4, 4), (1, 4), (2, 4)])
 def test_shards_are_one_buffer(alpha, n_step, world_size, num_shards):
-    """Place by place; and draw after draw, with updates between, the same global indices, weights and transitions.
-
-    Priorities drift apart; in the last draws the last shard holds nearly all the mass, and the first holds none.
-    """
+    """Place by place; and draw after draw, with updates between, the same global indices, weights and transitions."""
     whole, parts = ranks(1, alpha=alpha, n_step=n_step), ranks(world_size, num_shards, alpha=alpha, n_step=n_step)
     local = 64 // num_shards  # places of a shard
     for draw in range(25):
         if draw < 20:
             fill(whole, 3, seed=draw)
             fill(parts, 3, seed=draw)
-        elif alpha:
+        elif alpha:  # the last shard holds nearly all the mass, the first none
             mass = np.where(np.arange(64) < local, 0.0, np.where(np.arange(64) < 64 - local, 1e-6, 1.0))
             for buffer, values in zip([*whole, *parts], [mass, *np.split(mass, world_size)], strict=True):
                 buffer._set_priorities(indices_of(buffer), values)
@@ -204,11 +198,10 @@ def test_frequencies_follow_priorities():
     alpha=st.sampled_from([0.0, 0.5]),
 )
 def test_against_a_slow_reference(ends, n_step, capacity, stack, alpha):
-    """A transition may be sampled once n steps after it are stored, and then is, with n-step return and discount.
+    """A transition is sampled once n steps after it are stored, with its n-step return, discount, stack and bootstrap.
 
-    And with its stack and bootstrap observation. Random episodes: shorter than n and than the stack, terminated (T),
-    truncated (t), lives lost (l), cut by a checkpoint (!), also just after an end (X),
-    and wrapping round. Simulators may reuse their array.
+    Episodes are short or wrap round: terminated (T), truncated (t), with lives lost (l), cut by a checkpoint (!), also
+    just after an end (X). Simulators may reuse their array.
     """
     gamma, obs_shape = 0.9, (stack, 1, 1) if stack > 1 else (1,)
     space = gym.spaces.Box(0, 255, obs_shape, np.int64)
@@ -263,10 +256,7 @@ def test_against_a_slow_reference(ends, n_step, capacity, stack, alpha):
 
 @pytest.mark.parametrize("module", [sac_ddp, dqn_ddp])
 def test_what_updates_read_and_what_they_leave(module, tmp_path, monkeypatch):
-    """Beta rises linearly to 1. Targets follow by tau and carry no graph, which would grow. No tensor stays.
-
-    Between two rows as many live as 32 updates before: small ones that stay fragment the heap (glibc).
-    """
+    """Beta rises linearly to 1; targets follow by tau and carry no graph; as many tensors live as 32 updates before."""
     sample, lerp = module.ReplayBuffer.sample, torch._foreach_lerp_
     betas, alive, targets, weights = [], [], [], []
 
@@ -285,8 +275,8 @@ def test_what_updates_read_and_what_they_leave(module, tmp_path, monkeypatch):
     monkeypatch.setattr(module.ReplayBuffer, "sample", noted_sample)
     monkeypatch.setattr(torch, "_foreach_lerp_", noted_lerp)
     sizes = {"learning_starts": 40, "total_timesteps": 80, "batch_size": 8, "train_frequency": 1, "log_every": 10**6}
-    more = {"target_network_frequency": 8, "tau": 0.3, "prioritized": True, "per_beta": 0.4, "eval_every": 0}
-    module.main(module.Args(**sizes, **more, cuda=False, run_dir=str(tmp_path / "run")))
+    more = {"target_network_frequency": 8, "tau": 0.3, "prioritized": True, "per_beta": 0.4}
+    train(module, tmp_path / "run", **sizes, **more)
     assert betas == pytest.approx([0.4 + 0.6 * step / 80 for step in range(44, 81, 4) for _ in range(4)])
     assert weights == [0.3] * 5 and not any(target.requires_grad or target.grad_fn for target in targets)
     assert alive[0] == alive[1]
@@ -304,5 +294,5 @@ def test_the_smallest_budget_has_a_gradient_step(tmp_path):
     sizes = {"num_envs": 8, "train_frequency": 3, "learning_starts": 20, "buffer_size": 80, "batch_size": 4}
     with pytest.raises(BadInput, match="--total-timesteps 23: must be at least 24,"):
         dqn_ddp.Args(total_timesteps=23, log_every=1, **sizes)
-    dqn_ddp.main(dqn_ddp.Args(total_timesteps=24, log_every=1, eval_every=0, run_dir=str(tmp_path / "run"), **sizes))
-    assert len(Run(0, "", "", tmp_path / "run").column("losses/td_loss")) == 1
+    done = train(dqn_ddp, tmp_path / "run", total_timesteps=24, log_every=1, **sizes)
+    assert len(done.column("losses/td_loss")) == 1

@@ -1,12 +1,11 @@
 """--track and --tensorboard: wandb and TensorBoard hold what metrics.csv holds, also after a kill."""
 
-import csv
 import json
 import math
 import struct
 from pathlib import Path
 
-from runs import finish, run, start
+from runs import Run, finish, run, start
 
 FLAGS = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --eval-every 512 --eval-episodes 3"
 FLAGS += " --checkpoint-every 512 --resume"
@@ -40,10 +39,9 @@ def wandb_history(records: list) -> list[dict]:
 def by_step(run_dir: Path) -> dict[int, dict[str, float]]:
     """metrics.csv under the names of others; they make one of a row and an evaluation at the same step."""
     found = {}
-    with open(run_dir / "metrics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            numbers = {name: float(cell) for name, cell in row.items() if cell}
-            found[int(row["global_step"])] = found.get(int(row["global_step"]), {}) | numbers
+    for row in Run(0, "", "", run_dir).timed_rows:
+        numbers = {name: float(cell) for name, cell in row.items() if cell}
+        found[int(row["global_step"])] = found.get(int(row["global_step"]), {}) | numbers
     return found
 
 

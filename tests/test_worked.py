@@ -2,16 +2,16 @@
 
 import os
 import shutil
+import signal
 import subprocess
 
 import gymnasium as gym
-import psutil
 import pytest
 import torch
 from test_changes import ACTOR_CRITIC, DISCRETE, REPLAY, words_of
 from test_edits import loaded
 
-from runs import ROOT, finish, same_run, start, wait_until
+from runs import ROOT, descendants, finish, same_run, send, start, train, wait_until
 
 DIFFS = sorted(path.stem for path in (ROOT / "docs" / "changes").glob("*.diff"))
 FLAGS = {"ppo_ddp.py": ACTOR_CRITIC, "dqn_ddp.py": REPLAY | {"env-kwargs": DISCRETE}, "sac_ddp.py": REPLAY}
@@ -65,7 +65,7 @@ def test_each_part_of_an_action_is_drawn_from_its_own_distribution(dtype, sizes,
     actions = sizes if dtype == "parts" else [len(sizes)]
     options = f'{{"shape":[5],"dtype":"float32","actions":{actions},"action_dtype":"{dtype}"}}'
     flags = {"env_id": "tests.envs:Drawn-v0", "env_kwargs": options, "num_envs": 2, "num_steps": 16}
-    module.main(module.Args(**flags, total_timesteps=64, cuda=False, run_dir=str(tmp_path / "run"), eval_episodes=1))
+    train(module, tmp_path / "run", **flags, total_timesteps=64, eval_every=64, eval_episodes=1)
     space = gym.spaces.MultiDiscrete(sizes) if dtype == "parts" else gym.spaces.MultiBinary(len(sizes))
     agent = module.Agent(gym.spaces.Box(-1, 1, (5,)), space)
     obs = torch.randn(1, 5)
@@ -93,8 +93,7 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
     assert same_run(alone, ended(path, 2, flags, tmp_path / "two")) == ""
     dying = begin(path, 2, flags, killed)
     wait_until(lambda: any(x.name.isdigit() for x in (killed / "checkpoints").glob("*")), dying)
-    for process in [*psutil.Process(dying.pid).children(recursive=True), dying]:
-        process.kill()
+    send(descendants(dying), signal.SIGKILL)
     dying.communicate()
     assert not (killed / "finished").exists()
     again = ended(path, 1, flags, killed)
@@ -108,31 +107,19 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
             assert torch.equal(value, shorter[key]) == key.startswith("target")
 
 
-def test_the_grus_state_ends_with_its_episode(tmp_path, monkeypatch):
+def test_the_grus_state_ends_with_its_episode(tmp_path, watch):
     """Sequences are unrolled to the values of the steps that acted; after an end they are those of an episode alone."""
     tree, script = changed("gru", tmp_path)
     module = loaded(tree / script)
-    acted, unrolled = [], []
-    forward, unroll = module.Agent.forward, module.Agent.unroll
-
-    def watched_forward(self, obs, state):
-        acted.append(forward(self, obs, state))
-        return acted[-1]
-
-    def watched_unroll(self, *inputs):
-        unrolled.append((*inputs, *unroll(self, *inputs)))
-        return unrolled[-1][3:]
-
-    with monkeypatch.context() as watch:
-        watch.setattr(module.Agent, "forward", watched_forward)
-        watch.setattr(module.Agent, "unroll", watched_unroll)
-        flags = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "total_timesteps": 128, "eval_every": 0}
-        flags |= {"update_epochs": 1, "learning_rate": 1e-12}
-        module.main(module.Args(**flags, cuda=False, run_dir=str(tmp_path / "run")))
+    acted = watch(module.Agent, "forward")
+    unrolled = watch(module.Agent, "unroll")
+    sizes = {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "update_epochs": 1}
+    train(module, tmp_path / "run", **sizes, total_timesteps=128, learning_rate=1e-12)
     assert len(acted) == 65  # of the steps, and for the value of what follows
-    of_steps = torch.stack([values for _, values, _ in acted[:64]])
+    of_steps = torch.stack([values for _, (_, values, _) in acted[:64]])
     # two minibatches, each of one sequence of 32 steps of each environment
-    obs, dones, state, _, values = (torch.cat(x) for x in zip(*unrolled, strict=True))
+    calls = [(*inputs, values) for (_, *inputs), (_, values) in unrolled]
+    obs, dones, state, values = (torch.cat(x) for x in zip(*calls, strict=True))
     assert dones[:, :-1].any() and state.ne(0).any(1).sum() == 2  # the later sequences'
     for sequence in range(4):
         start = 32 if state[sequence].any() else 0
