@@ -131,11 +131,6 @@ def test_advantages_of_one_sample_are_not_normalised():
             script.Args(**small | settings)
 
 
-def test_the_shortest_runs_of_ppg():
-    ppg_ddp.Args(total_timesteps=8192)
-    ppg_ddp.Args(total_timesteps=8191, aux_epochs=0)  # without a phase
-
-
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "minatar.gym", None)
     with pytest.raises(BadInput, match="^--env-id MinAtar/Breakout-v1: .*minatar.gym"):
