@@ -32,20 +32,17 @@ def begin(script, world_size, flags, run_dir, launched=True, **env):
     return process, descendants(process)
 
 
-def ended(process, family, run_dir) -> Run:
-    """Wait for the end; every process of the run must be gone, and each row written must be whole.
-
-    On a quiet machine that takes a second or two, where nothing else is said; what hangs would do so for minutes.
-    """
-    run = finish(process, run_dir, timeout=60)
-    assert_gone(family)
+def ended(process, family, run_dir, timeout=60) -> Run:
+    """Wait for the end, a second or two on a quiet machine; no process must be left, and each row must be whole."""
+    run = finish(process, run_dir, timeout)
+    assert_gone(family, timeout / 6)
     assert whole_rows(run_dir) >= 3
     return run
 
 
-def assert_gone(processes) -> None:
+def assert_gone(processes, timeout=10) -> None:
     """In ten seconds; what is left is ended."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout)
     send(alive, signal.SIGKILL)
     assert not alive, f"left: {alive}"
 

@@ -1,7 +1,4 @@
-"""What is done on a GPU: `pytest -m gpu -n 4`, on a machine with one, which two ranks share: gloo carries gradients.
-
-Ranks with a card each, and NCCL between them, need a machine with two cards; elsewhere these cases are skipped.
-"""
+"""What is done on a GPU, which two ranks share: `pytest -m gpu -n 4`. Cases for two cards and NCCL may be skipped."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import json
 import os
 import signal
 
-import psutil
 import pytest
 import torch
+from test_clean_end import begin, ended
 
 import dqn_ddp
 import ppg_ddp
@@ -19,7 +16,7 @@ import ppo_ddp
 import runs
 import sac_ddp
 from common.logger import Logger
-from runs import Run, assert_close, descendants, finish, same_run, start, wait_until
+from runs import Run, assert_close, same_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -43,22 +40,17 @@ KEPT = "--checkpoint-every 256 --shards 2"
 CARDS = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
 BOTH = {"CUDA_VISIBLE_DEVICES": ",".join(CARDS[:2])}  # other runs see the first alone
 TWO_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-LONG = "--total-timesteps 100000000 --num-steps 16 --num-envs 8 --eval-every 0"
-
-
-def begun(script, size, flags, run_dir, **env):
-    env = {"LOCKSTEP_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": CARDS[0]} | env
-    return start(script, size, f"{flags} --timeout 200 --run-dir {run_dir}", True, **env)
+LONG = "--total-timesteps 100000000 --num-steps 16 --num-envs 8 --eval-every 0 --timeout 200"
 
 
 def run(script, size, flags, run_dir, dtype="float32", code=0, **env) -> Run:
     """In forked processes, which have imported all and not touched the GPU."""
     env = {"CUDA_VISIBLE_DEVICES": CARDS[0]} | env
-    ended = runs.run(script, size, f"{flags} --save-model", run_dir, dtype, code, **env)
+    done = runs.run(script, size, f"{flags} --save-model", run_dir, dtype, code, **env)
     if code == 0:
         device = json.loads((run_dir / "config.json").read_text())["device"]
         assert device.startswith(torch.cuda.get_device_name()) == ("--no-cuda" not in flags.split())
-    return ended
+    return done
 
 
 def assert_same_bytes(one: Run, other: Run) -> None:
@@ -115,29 +107,24 @@ def test_a_killed_run_goes_on(case, tmp_path):
     for more in ("", " --no-cuda"):
         where = tmp_path / f"killed{more[1:]}"
         run(script, 1, f"{flags} --resume", where, code=-signal.SIGKILL, **kill)
-        ended = run(script, 1, f"{flags} --resume{more}", where)
-        assert "going on from" in ended.out
-        assert ("no longer the same bytes" in ended.out) == bool(more), ended.out
-        assert (more or same_run(whole, ended) == "") and len(ended.rows) == len(whole.rows)
+        done = run(script, 1, f"{flags} --resume{more}", where)
+        assert "going on from" in done.out
+        assert ("no longer the same bytes" in done.out) == bool(more), done.out
+        assert (more or same_run(whole, done) == "") and len(done.rows) == len(whole.rows)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("fault", ["interrupt", "raise", "kill"])
 def test_a_run_ends_well(size, fault, tmp_path):
     """Ctrl-C, a fault and the loss of a rank: no process is left, and each row is whole."""
-    env = {} if fault == "interrupt" else {"LOCKSTEP_FAULT": f"{fault}@{size - 1}@60"}
-    process = begun("ppo_ddp.py", size, LONG, tmp_path / "run", **env)
-    path = tmp_path / "run" / "metrics.csv"
-    wait_until(lambda: path.exists() and path.read_text().count("\n") > 3, process)
-    family = descendants(process)
+    env = {"LOCKSTEP_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": CARDS[0]}
+    env |= {} if fault == "interrupt" else {"LOCKSTEP_FAULT": f"{fault}@{size - 1}@60"}
+    process, family = begin("ppo_ddp.py", size, LONG, tmp_path / "run", **env)
     if fault == "interrupt":
         process.send_signal(signal.SIGINT)
-    ended = finish(process, tmp_path / "run", timeout=120)
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive, f"left: {alive}"
+    done = ended(process, family, tmp_path / "run", timeout=120)
     code = {"interrupt": 130, "raise": 1, "kill": -signal.SIGKILL}[fault]
-    assert ended.code == code if size == 1 else ended.code != 0, ended.err
-    assert len({line.count(",") for line in path.read_text().splitlines()}) == 1
+    assert done.code == code if size == 1 else done.code != 0, done.err
 
 
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp, sac_ddp])
