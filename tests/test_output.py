@@ -1,13 +1,16 @@
-"""What a run leaves: config.json, metrics.csv and model.pt; and that a script can be copied."""
+"""What a run leaves: its directory, films, and what wandb and TensorBoard hold; and that a script can be copied."""
 
 import json
+import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import av
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -18,14 +21,19 @@ import ppg_ddp
 import ppo_ddp
 import sac_ddp
 from common.arguments import parse
+from common.environments import EVALUATION, Episode, environment_seeds, evaluate
 from common.logger import Logger, write_whole
 from common.processes import BadInput, World
-from runs import PATIENCE, ROOT, run, train
+from common.video import film
+from runs import PATIENCE, ROOT, Run, finish, run, start, train
 
 ALL = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 SHORT = "--num-steps 32 --total-timesteps 1024 --eval-every 500 --eval-episodes 3"
 REPLAY = "--learning-starts 900 --batch-size 16 --total-timesteps 1202 --eval-every 500 --eval-episodes 3"
 REPLAY += " --log-every 200 --train-frequency 8"
+FILMED = "--num-envs 4 --num-steps 32 --total-timesteps 512 --eval-every 256 --eval-episodes 4"
+KILLED = "--num-envs 4 --num-steps 32 --total-timesteps 1536 --eval-every 512 --eval-episodes 3"
+KILLED += " --checkpoint-every 512 --resume"
 
 
 def test_the_run_directory(tmp_path):
@@ -168,3 +176,143 @@ def test_help_names_every_flag(capsys):
         for field in module.Args.__dataclass_fields__:
             assert "--" + field.replace("_", "-") in said
             assert re.search(rf'^    {field}: [^\n]*\n    """\w', source, re.M), f"{script}: {field} is not explained"
+
+
+def frames_of(path) -> tuple[list[np.ndarray], float]:
+    with av.open(path) as file:
+        rate = float(file.streams.video[0].average_rate)
+        return [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)], rate
+
+
+@pytest.mark.parametrize(
+    "env_id, action, shape, rate",
+    [
+        ("CartPole-v1", 0, (400, 600, 3), 50),
+        ("ALE/Pong-v5", 0, (210, 160, 3), 15),
+        ("Hopper-v5", [0.5, 0.0, -0.5], (480, 480, 3), 125),
+        ("MinAtar/Breakout-v1", 0, (10, 10, 3), 30),
+    ],
+)
+def test_a_film_shows_the_first_episode(env_id, action, shape, rate, tmp_path, monkeypatch):
+    """As many pictures as steps, of the right size and colours, from the first state on."""
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    options = '{"max_num_frames_per_episode": 240}' if env_id.startswith("ALE/") else "{}"
+    args = ppo_ddp.Args(env_id=env_id, env_kwargs=options, eval_episodes=2, capture_video=True)
+    _, episode = evaluate(lambda obs: np.array([action] * len(obs)), args, World(cuda=False))
+    assert episode.seed == environment_seeds(1, EVALUATION, [0])[0]
+    if env_id.startswith("ALE/"):
+        first = None
+    else:
+        env = gym.make(env_id, render_mode="rgb_array")
+        env.reset(seed=episode.seed)
+        try:
+            first = env.render()
+        except Exception as error:  # MuJoCo's, in many ways, where no library draws without a display
+            pytest.skip(f"{env_id} cannot be drawn here: {error}")
+    film(tmp_path / "videos" / "7.mp4", args, episode, lambda: None)
+    assert [path.name for path in (tmp_path / "videos").iterdir()] == ["7.mp4"]
+    frames, fps = frames_of(tmp_path / "videos" / "7.mp4")
+    assert len(frames) == len(episode.actions) > 1 and fps == rate
+    assert all(frame.shape == shape for frame in frames)
+    if first is None:  # Pong's table and its players
+        assert np.abs(frames[0][100, 80].astype(int) - (144, 72, 17)).max() < 12
+        assert (np.abs(frames[0].astype(int) - (92, 186, 92)).max(-1) < 40).sum() > 50
+    else:
+        first = first * 255 if first.dtype != np.uint8 else first
+        assert np.abs(frames[0].astype(float) - first).mean() < 6 < np.abs(frames[-1].astype(float) - first).max()
+
+
+def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
+    """Where, played again, it comes to another return."""
+    episode = Episode(1, np.zeros(4), [np.array(0)] * 5, 1e6)
+    with pytest.raises(ValueError, match="^played again, the episode came to "):
+        film(tmp_path / "videos" / "7.mp4", ppo_ddp.Args(), episode, lambda: None)
+    assert not (tmp_path / "videos" / "7.mp4").exists()
+
+
+def test_numbers_are_the_same_with_and_without(tmp_path):
+    """The rows of metrics.csv; and there is a film of each evaluation."""
+    calm = run("ppo_ddp.py", 2, FILMED, tmp_path / "calm")
+    filmed = run("ppo_ddp.py", 2, f"{FILMED} --capture-video", tmp_path / "filmed")
+    assert calm.rows == filmed.rows
+    assert {path.name for path in (filmed.dir / "videos").iterdir()} == {"0.mp4", "256.mp4", "512.mp4"}
+
+
+def test_what_cannot_be_drawn_is_said_and_the_run_goes_on(tmp_path):
+    done = run("ppo_ddp.py", 1, f"{FILMED} --env-id envs:Dots-v0 --capture-video", tmp_path / "run")
+    assert done.out.count("--capture-video: no film (") == 3 and done.rows[-1]["eval/episodic_return"]
+    assert not [*done.dir.glob("videos/[0-9].mp4")]
+
+
+def wandb_records(path: Path) -> list:
+    """The records of an offline run: a LevelDB-style log (7-byte file header, 32 KiB blocks)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record, records = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # a block's tail too short for a header
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or last part
+            records.append(wandb_internal_pb2.Record())
+            records[-1].ParseFromString(record)
+            record = b""
+    return records
+
+
+def wandb_history(records: list) -> list[dict]:
+    """The rows among records, with wandb's own columns."""
+    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
+
+
+def by_step(run_dir: Path) -> dict[int, dict[str, float]]:
+    """metrics.csv under the names of others; they make one of a row and an evaluation at the same step."""
+    found = {}
+    for row in Run(0, "", "", run_dir).timed_rows:
+        numbers = {name: float(cell) for name, cell in row.items() if cell}
+        found[int(row["global_step"])] = found.get(int(row["global_step"]), {}) | numbers
+    return found
+
+
+def test_wandb_holds_what_metrics_csv_holds(tmp_path):
+    """Killed and continued offline: one run in two folders, the second from the checkpoint on; with its settings."""
+    run_dir = tmp_path / "run"
+    for code, env in ((-9, {"LOCKSTEP_FAULT": "kill@0@40"}), (0, {})):
+        done = finish(start("ppo_ddp.py", 1, f"{KILLED} --track --run-dir {run_dir}", True, tmp_path, **env), run_dir)
+        assert done.code == code, done.err
+    folders = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert [folder.name.split("-")[-1] for folder in folders] == 2 * [(run_dir / "wandb_id").read_text()]
+    records = wandb_records(next(folders[1].glob("*.wandb")))
+    about = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    config = {item.key: json.loads(item.value_json) for item in about.config.update}
+    assert about.run_group == "CartPole-v1__ppo_ddp" and config["num_envs"] == 4 and config["world_size"] == 1
+    resumed_at = next(step for step in (512, 1024) if f"going on from {run_dir}/checkpoints/{step}" in done.out)
+    rows = {step: row for step, row in by_step(run_dir).items() if step > resumed_at}
+    history = {row["global_step"]: row for row in wandb_history(records)}
+    assert [*history] == [*rows] and len(rows) >= 4
+    for step, logged in history.items():
+        row = rows[step] | {"charts/SPS": rows[step]["time/SPS"]}
+        assert {name: x for name, x in logged.items() if name[0] != "_"} == row
+
+
+def test_tensorboard_holds_what_metrics_csv_holds(tmp_path):
+    """Each number at its step, once; also of a run that was killed and went on."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run("ppo_ddp.py", 2, f"{KILLED} --tensorboard", tmp_path / "run", code=-9, LOCKSTEP_FAULT="kill@0@40")
+    done = run("ppo_ddp.py", 2, f"{KILLED} --tensorboard", tmp_path / "run")
+    assert "going on from" in done.out
+    read = EventAccumulator(str(done.dir / "tensorboard"), size_guidance={"scalars": 0})
+    read.Reload()
+    twice = ("global_step", "time/wall")  # in a row and an evaluation
+    names = [name for name in read.Tags()["scalars"] if name not in twice]
+    there = sorted((name, event.step, event.value) for name in names for event in read.Scalars(name))
+    rows = by_step(done.dir).items()
+    here = sorted((name, step, x) for step, row in rows for name, x in row.items() if name not in twice)
+    assert [x[:2] for x in there] == [x[:2] for x in here] and len(here) > 100
+    assert all(math.isclose(a[2], b[2], rel_tol=1e-6) for a, b in zip(there, here, strict=True))  # it keeps float32
