@@ -1,5 +1,7 @@
 """Acting: whatever line of a network's code is edited, actions and values are those of the edited network."""
 
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import ppg_ddp
 import ppo_ddp
 from common.acting import PERIOD, Policy
 from common.processes import World
-from runs import fork
+from runs import fork, train
 
 SPACE = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
 DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
@@ -58,8 +60,6 @@ class Residual(nn.Sequential):
 
 
 def made(change):
-    """An agent after a change."""
-
     def make():
         agent = Agent()
         change(agent)
@@ -97,7 +97,6 @@ UNEDITED = {
 
 
 def policy_of(module, notes, world=None):
-    """As the scripts make it."""
     return Policy(module, module, world or World(False), notes.append)
 
 
@@ -213,18 +212,17 @@ def test_images_are_for_the_module():
     assert notes == []
 
 
-def calls_of_dqn(run_dir: str) -> None:
+def calls_of_dqn(run_dir: Path) -> None:
     """How often the policy of DQN acts where most actions are random, and for how many shards."""
     call, shards = Policy.__call__, []
     Policy.__call__ = lambda self, obs: (shards.append(len(self.world.shards)), call(self, obs))[1]
-    sizes = {"total_timesteps": 200, "learning_starts": 180, "start_e": 0.9, "end_e": 0.9, "eval_every": 0}
-    dqn_ddp.main(dqn_ddp.Args(**sizes, shards=2, cuda=False, run_dir=run_dir))
+    train(dqn_ddp, run_dir, total_timesteps=200, learning_starts=180, start_e=0.9, end_e=0.9, shards=2)
     print(f"{len(shards)} calls for {shards[0]}", flush=True)
 
 
 def test_every_process_acts_equally_often(tmp_path):
     """Also in steps where all actions of a process are random: comparisons then meet the same observations."""
-    texts = [fork(calls_of_dqn, (str(tmp_path / str(n)),), n, tmp_path / f"{n}.out", {}) for n in (1, 2)]
+    texts = [fork(calls_of_dqn, (tmp_path / str(n),), n, tmp_path / f"{n}.out", {}) for n in (1, 2)]
     [alone] = [line for line in texts[0].splitlines() if " calls for " in line]
     others = [line for line in texts[1].splitlines() if " calls for " in line]
     assert others == 2 * [alone.replace("for 2", "for 1")] and 5 < int(alone.split()[0]) < 45

@@ -151,14 +151,10 @@ def test_dueling_values_by_hand():
     torch.testing.assert_close(network(obs), network.value_head(features) + q - mean)
 
 
-def make_actor() -> sac_ddp.Actor:
-    torch.manual_seed(0)
-    return sac_ddp.Actor(VECTOR, 2)
-
-
 def test_log_probability_is_that_of_the_squashed_normal(float64):
     """Against torch's own terms, in two dimensions; with its gradient, also where tanh is 1."""
-    actor, obs, noise = make_actor(), torch.randn(50, 3), torch.randn(50, 2)
+    torch.manual_seed(0)
+    actor, obs, noise = sac_ddp.Actor(VECTOR, 2), torch.randn(50, 3), torch.randn(50, 2)
     noise[:10] *= 1000
     actions, log_prob = actor(obs, noise)
     mean, squashed = actor.layers(obs).split(2, -1)
@@ -176,7 +172,8 @@ def test_log_probability_is_that_of_the_squashed_normal(float64):
 
 def test_sac_losses_by_hand(float64):
     """Both squared errors by their weights; alpha log pi - min Q; and the gradients of actor and temperature."""
-    actor, critics, critics_target = make_actor(), sac_ddp.Critics(VECTOR, 2), sac_ddp.Critics(VECTOR, 2)
+    torch.manual_seed(0)
+    actor, critics, critics_target = sac_ddp.Actor(VECTOR, 2), sac_ddp.Critics(VECTOR, 2), sac_ddp.Critics(VECTOR, 2)
     critics.requires_grad_(False)
     log_alpha = nn.Parameter(torch.tensor(math.log(0.3)))
     obs, noise, next_noise = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 2)

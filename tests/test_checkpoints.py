@@ -28,7 +28,7 @@ from common.environments import TRAINING, Environments
 from common.processes import BadInput, World
 from common.replay import ReplayBuffer
 from common.run import Run as Loop
-from runs import Run, command, run, same_run
+from runs import Run, command, run, same_run, train
 
 # script, flags, and how it is disturbed: processes and the fault, in turn, the last time none
 PPO = "--num-envs 4 --num-steps 32 --total-timesteps 1024 --checkpoint-every 256 --eval-every 500 --eval-episodes 3"
@@ -76,7 +76,6 @@ def kept(run_dir) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
 def test_fifty_kills(case, tmp_path):
-    """Thirteen of each script."""
     assert chaos.chaos(case, 13, 1, tmp_path).startswith("13 kills")
 
 
@@ -92,12 +91,8 @@ RUNS = {
 }
 
 
-def continued(module, run_dir, **changes) -> None:
-    module.main(module.Args(**SMALL | RUNS[module] | {"run_dir": str(run_dir), "resume": True} | changes))
-
-
-def rows(run_dir) -> list[dict[str, str]]:
-    return Run(0, "", "", run_dir).rows
+def continued(module, run_dir, **changes) -> Run:
+    return train(module, run_dir, **SMALL | RUNS[module] | {"resume": True} | changes)
 
 
 def copied(interrupted, tmp_path, name="ppo_ddp"):
@@ -110,8 +105,7 @@ def interrupted(tmp_path_factory):
     folder, whole = tmp_path_factory.mktemp("interrupted"), {}
     for module in RUNS:
         run_dir = folder / module.__name__
-        continued(module, run_dir, resume=False)
-        whole[module] = rows(run_dir)
+        whole[module] = continued(module, run_dir, resume=False).rows
         assert len(kept(run_dir)) == 2
     return folder, whole
 
@@ -131,11 +125,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(module, name, in
     before, newest = sorted((run_dir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     cut(newest / name)
     shutil.copytree(before, run_dir / "checkpoints" / "best")
-    continued(module, run_dir)
+    done = continued(module, run_dir)
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if str(newest) in line and "looking for an older" in line]
     assert [line for line in lines if "going on from" in line] == [f"going on from {before}"]
-    assert rows(run_dir) == interrupted[1][module]
+    assert done.rows == interrupted[1][module]
     assert "best" in kept(run_dir) and len(kept(run_dir)) == 3
 
 
@@ -189,11 +183,9 @@ def test_each_shard_of_a_checkpoint_is_progress(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", [cut, longer])
 def test_metrics_csv_is_cut_back_to_the_checkpoint(damage, interrupted, tmp_path):
-    """What came after it is written again."""
     run_dir = copied(interrupted, tmp_path)
     damage(run_dir / "metrics.csv")
-    continued(ppo_ddp, run_dir)
-    assert rows(run_dir) == interrupted[1][ppo_ddp]
+    assert continued(ppo_ddp, run_dir).rows == interrupted[1][ppo_ddp]
 
 
 @pytest.mark.parametrize(
@@ -239,22 +231,21 @@ def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path
     record |= dict.fromkeys(logger.DECIDES_BYTES, "an abacus")
     del record["args"]["network"]
     config.write_text(json.dumps(record))
-    continued(ppo_ddp, run_dir, timeout=100.0, save_model=True)
+    done = continued(ppo_ddp, run_dir, timeout=100.0, save_model=True)
     said = capfd.readouterr().out
     told = re.findall(r"^no longer the same bytes as without a stop: (\w+) .*, before an abacus$", said, re.MULTILINE)
     assert told == [*logger.DECIDES_BYTES]
-    assert (run_dir / "model.pt").exists() and rows(run_dir) == interrupted[1][ppo_ddp]
+    assert (run_dir / "model.pt").exists() and done.rows == interrupted[1][ppo_ddp]
     assert MAY_CHANGE_ON_RESUME < {*RunArgs.__annotations__}
     assert not MAY_CHANGE_ON_RESUME & {"seed", "shards", "checkpoint_every", "eval_every"}
 
 
 def test_a_finished_run_repeats_its_end(tmp_path):
     """The same rows and the same model; without --resume it is refused."""
-    continued(ppo_ddp, tmp_path, save_model=True)
-    before = Run(0, "", "", tmp_path)
-    whole, model = before.rows, before.model
-    continued(ppo_ddp, tmp_path, save_model=True)
-    assert rows(tmp_path) == whole and repr(before.model) == repr(model)
+    done = continued(ppo_ddp, tmp_path, save_model=True)
+    rows, model = done.rows, done.model
+    done = continued(ppo_ddp, tmp_path, save_model=True)
+    assert done.rows == rows and repr(done.model) == repr(model)
     with pytest.raises(BadInput, match="holds a run already; name a new directory, or go on with it by --resume"):
         continued(ppo_ddp, tmp_path, resume=False)
 
@@ -265,8 +256,8 @@ def test_a_run_without_a_checkpoint_begins_again(names, interrupted, tmp_path, c
     for name in names:
         shutil.copy(interrupted[0] / "ppo_ddp" / name, tmp_path)
         cut(tmp_path / "metrics.csv") if name == "metrics.csv" else None
-    continued(ppo_ddp, tmp_path)
-    assert rows(tmp_path) == interrupted[1][ppo_ddp] and "going on" not in capfd.readouterr().out
+    assert continued(ppo_ddp, tmp_path).rows == interrupted[1][ppo_ddp]
+    assert "going on" not in capfd.readouterr().out
     (tmp_path / "config.json").unlink()  # no start of ours leaves metrics.csv alone
     before = content(tmp_path)
     with pytest.raises(BadInput, match="holds a run already; name a new directory[.]"):
@@ -331,10 +322,7 @@ def test_two_writers_never_meet(tmp_path, monkeypatch):
 
 
 def test_a_cut_ends_episodes_of_a_replay_buffer():
-    """The last transition of each running episode bootstraps from the observation after it, n-step tails are done.
-
-    The largest priority is that of all ranks, here of the second.
-    """
+    """Their last transitions bootstrap from what follows. The largest priority is that of all ranks."""
     world = World(cuda=False)
     world.gather = lambda values: np.array([values, [7.0]])
     vector = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -403,5 +391,5 @@ def test_checkpoints_are_written_at_or_past_each_multiple(module, tmp_path):
     settings = RUNS[dqn_ddp] if module in (dqn_ddp, sac_ddp) else RUNS[ppo_ddp] | {"checkpoint_every": 50}
     if module is ppg_ddp:
         settings |= {"n_pi": 3, "aux_epochs": 1, "num_aux_minibatches": 2}
-    module.main(module.Args(**SMALL | settings | {"total_timesteps": 160, "run_dir": str(tmp_path / "run")}))
+    train(module, tmp_path / "run", **SMALL | settings | {"total_timesteps": 160})
     assert kept(tmp_path / "run") == [*STEPS[module]]

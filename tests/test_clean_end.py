@@ -14,7 +14,7 @@ import pytest
 import ppo_ddp
 import sac_ddp
 from common.processes import World
-from runs import Run, descendants, finish, free_port, run, send, start, wait_until
+from runs import Run, descendants, finish, free_port, run, send, start, train, wait_until
 
 SHORT = "--num-steps 16 --total-timesteps 2048 --eval-every 1024 --eval-episodes 4"
 LONG = "--num-steps 32 --total-timesteps 100000000 --eval-every 2000 --eval-episodes 6"
@@ -98,12 +98,10 @@ def test_a_process_that_an_environment_forks_is_no_rank(tmp_path):
     assert run.code == 0, run.err
 
 
-def test_gradient_steps_are_progress(tmp_path, monkeypatch):
+def test_gradient_steps_are_progress(tmp_path, watch):
     """An iteration of many may take longer than --timeout."""
-    fed = []
-    monkeypatch.setattr(World, "feed", lambda self: fed.append(self))
-    sizes = {"num_steps": 8, "total_timesteps": 32, "update_epochs": 50, "eval_every": 0}
-    ppo_ddp.main(ppo_ddp.Args(**sizes, cuda=False, run_dir=str(tmp_path / "run")))
+    fed = watch(World, "feed")
+    train(ppo_ddp, tmp_path / "run", num_steps=8, total_timesteps=32, update_epochs=50)
     assert len(fed) >= 8 + 50 * 4  # vector steps, gradient steps
 
 

@@ -10,7 +10,7 @@ import ppg_ddp
 import ppo_ddp
 import sac_ddp
 from common.shards import Gradient
-from runs import flat
+from runs import flat, train
 from test_shards import Rows, run_of
 
 ROLLOUTS = {"num_envs": 4, "num_steps": 16, "total_timesteps": 512}
@@ -30,9 +30,7 @@ def quick_compiler(float64, monkeypatch):
 
 
 def trained(module, settings, run_dir) -> dict:
-    """The parameters of a run in this process."""
-    module.main(module.Args(**settings, cuda=False, eval_every=0, num_threads=1, save_model=True, run_dir=str(run_dir)))
-    return dict(flat(torch.load(run_dir / "model.pt", weights_only=True)))
+    return dict(flat(train(module, run_dir, **settings, num_threads=1, save_model=True).model))
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""A user's edits of a copied script: what acts is always what learns.
-
-And what PPO and PPG define alike is alike, source for source.
-"""
+"""In a user's edited script, what acts is what learns; and what PPO and PPG define alike is alike in source."""
 
 import ast
 import difflib
@@ -13,10 +10,10 @@ import pytest
 
 from common.acting import PERIOD, Policy
 from common.processes import BadInput
-from runs import ROOT, edited
+from runs import ROOT, edited, train
 
-ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "eval_every": 0, "learning_rate": 3e-3}
-REPLAY = {"total_timesteps": 1200, "learning_starts": 200, "batch_size": 8, "train_frequency": 8, "eval_every": 0}
+ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "learning_rate": 3e-3}
+REPLAY = {"total_timesteps": 1200, "learning_starts": 200, "batch_size": 8, "train_frequency": 8}
 FEATURES = "        features = self.network(obs)\n"
 BRANCH = f"        obs = obs / 10 if len(obs) > 1 else obs\n{FEATURES}"
 DEEPER = ("nn.Linear(width, size)", "nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, size)")
@@ -31,7 +28,6 @@ RUNS = {
 
 
 def edited_module(tmp_path, script, edits):
-    """The module of an edited copy of a script."""
     (tmp_path / script).write_text(edited(script, (ROOT / script).read_text(), *edits))
     return loaded(tmp_path / script)
 
@@ -58,7 +54,7 @@ def test_what_acts_is_the_network(edit, tmp_path, monkeypatch, capfd):
         return result
 
     monkeypatch.setattr(Policy, "__call__", watched)
-    module.main(module.Args(**settings, cuda=False, run_dir=str(tmp_path / "run")))
+    train(module, tmp_path / "run", **settings)
     assert len(by_numpy) >= 2 * PERIOD and set(by_numpy) == {expected}
     assert capfd.readouterr().out.count("acts by torch, more slowly than by numpy (it is not Linear") == (not expected)
 
@@ -111,4 +107,4 @@ def test_what_is_trained_and_not_registered_is_refused(left_out, tmp_path):
     module = edited_module(tmp_path, script, [(left_out, "")])
     settings = ACTOR_CRITIC if script == "ppo_ddp.py" else REPLAY
     with pytest.raises(BadInput, match=f"^run.register: {said} is not registered.$"):
-        module.main(module.Args(**settings, cuda=False, run_dir=str(tmp_path / "run")))
+        train(module, tmp_path / "run", **settings)

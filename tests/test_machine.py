@@ -16,7 +16,7 @@ import ppo_ddp
 import sac_ddp
 from common.run import Run
 from common.tensors import upload
-from runs import ROOT
+from runs import ROOT, train
 
 PROGRAM = """
 import resource, sys
@@ -70,7 +70,7 @@ def test_torch_takes_all_cores_where_networks_and_batches_are_large(size, tmp_pa
         call = getattr(Run, name)
         watched = lambda *args, call=call, **how: (seen.append(torch.get_num_threads()), call(*args, **how))[1]  # noqa: E731
         monkeypatch.setattr(Run, name, watched)
-    script.main(script.Args(**settings, cuda=False, eval_every=0, run_dir=str(tmp_path / "run")))
+    train(script, tmp_path / "run", **settings)
     assert seen[0] == settings.get("num_threads", 1) and seen[-1] == threads
     most = json.loads((tmp_path / "run" / "config.json").read_text())["threads"]
     assert most == settings.get("num_threads", 1 if "shards" in settings else 3)

@@ -5,14 +5,11 @@ import pytest
 
 import ppg_ddp
 import ppo_ddp
-from runs import flat, run
+from runs import flat, run, train
 
 
 def test_what_phases_move_and_what_they_leave(monkeypatch, tmp_path):
-    """Policy phases leave the auxiliary head bit for bit, and nothing else. Auxiliary ones hold the policy.
-
-    Their KL is 0 at a phase's first minibatch, then grows; their value loss falls.
-    """
+    """Policy phases leave the auxiliary head alone; in auxiliary ones KL is 0 at first, and the value loss falls."""
     aux_losses, calls = [], []  # of each call the loss's class, copies of all parameters, and what it reports
     for cls in (ppg_ddp.PPOLoss, ppg_ddp.AuxLoss):
 
@@ -26,8 +23,7 @@ def test_what_phases_move_and_what_they_leave(monkeypatch, tmp_path):
 
         monkeypatch.setattr(cls, "forward", forward)
     sizes = {"num_steps": 32, "n_pi": 4, "aux_epochs": 4, "num_aux_minibatches": 4, "total_timesteps": 3 * 4 * 128}
-    more = {"aux_learning_rate": 2e-3, "anneal_lr": False, "eval_every": 0}
-    ppg_ddp.main(ppg_ddp.Args(**sizes, **more, run_dir=str(tmp_path / "run")))
+    train(ppg_ddp, tmp_path / "run", **sizes, aux_learning_rate=2e-3, anneal_lr=False)
     moves = 0
     for (cls, before, _), (next_cls, after, _) in zip(calls, calls[1:], strict=False):
         if cls is next_cls is ppg_ddp.PPOLoss and before:

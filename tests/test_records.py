@@ -23,10 +23,10 @@ from common.arguments import parse
 from common.logger import COLUMNS_OF_ALL, Logger, processor, run_record
 from common.processes import World
 from fuzz import PROCESSORS
-from runs import ROOT, block_of
+from runs import ROOT, block_of, train
 
 SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 320, "eval_every": 160}
-SMALL |= {"eval_episodes": 2, "cuda": False, "save_model": True}
+SMALL |= {"eval_episodes": 2, "save_model": True}
 
 
 def git(folder: Path, *words: str) -> None:
@@ -86,7 +86,7 @@ def test_a_card_is_recorded(monkeypatch):
 def recorded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, seed in (("a", 1), ("again", 1), ("other", 2)):
-        ppo_ddp.main(ppo_ddp.Args(**SMALL, seed=seed, run_dir=str(folder / name)))
+        train(ppo_ddp, folder / name, **SMALL, seed=seed)
     return folder
 
 

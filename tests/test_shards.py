@@ -16,7 +16,7 @@ from common.processes import BadInput, World
 from common.run import CHUNK, Run
 from common.shards import Gradient
 from common.tensors import to_tensor
-from runs import finish, fork, run, same_run, start
+from runs import finish, fork, run, same_run, start, train
 
 PPO = "--env-id tests.envs:ShortCartPole-v0 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 PPO += " --eval-episodes 6"
@@ -206,18 +206,17 @@ def test_by_shard_gives_a_function_each_shards_rows_alone():
 
 
 def test_draws_from_the_default_generator_are_told_once(tmp_path, monkeypatch, capfd):
-    sizes = {"num_steps": 16, "total_timesteps": 192, "eval_every": 0, "cuda": False}
     forward = ppo_ddp.PPOLoss.forward
 
     def with_noise(self, mb):
         loss, stats = forward(self, mb)
         return loss, stats | {"noise": torch.randn(())}
 
-    ppo_ddp.main(ppo_ddp.Args(**sizes, run_dir=str(tmp_path / "a")))
+    train(ppo_ddp, tmp_path / "a", num_steps=16, total_timesteps=192)
     assert "default generator" not in capfd.readouterr().out
     monkeypatch.setattr(ppo_ddp.PPOLoss, "forward", with_noise)
     monkeypatch.setattr(ppo_ddp, "COLUMNS", (*ppo_ddp.COLUMNS, "losses/noise"))
-    ppo_ddp.main(ppo_ddp.Args(**sizes, run_dir=str(tmp_path / "c")))
+    train(ppo_ddp, tmp_path / "c", num_steps=16, total_timesteps=192)
     [told] = [line for line in capfd.readouterr().out.splitlines() if "default generator" in line]
     assert told.startswith("step 64: something drew") and "docs/modify.md" in told
 
