@@ -32,7 +32,7 @@ SIGNALS = [[signal.SIGKILL], [signal.SIGTERM], [signal.SIGINT], [signal.SIGSTOP,
 
 
 def chaos(case: str, kills: int, seed: int, folder: Path) -> str:
-    """Raises `AssertionError` where the disturbed run ends otherwise than the undisturbed -> how it went."""
+    """Asserts that the disturbed run ends as the undisturbed -> how it went."""
     script, flags = f"{case}_ddp.py", f"{CASES[case]} --shards 4 --save-model"
     chance, calm, run_dir = random.Random(f"{case} {seed}"), folder / "calm", folder / "chaos"
     undisturbed = finish(start(script, 1, f"{flags} --run-dir {calm}"), calm)
@@ -78,7 +78,6 @@ def disturb(process, checkpoints: Path, chance: random.Random) -> bool:
 
 
 def main(cases: tyro.conf.Positional[tuple[str, ...]] = (*CASES,), kills: int = 13, seed: int = 1) -> None:
-    """Print, for each case, how often it was killed, and that its bytes are the undisturbed run's."""
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             print(f"{case}: the same bytes after {chaos(case, kills, seed, Path(folder))}", flush=True)

@@ -26,7 +26,7 @@ def float64():
 
 @pytest.fixture
 def watch(monkeypatch):
-    """`watch(owner, name)`: a list that gets the inputs and the result of each call of a function from now on."""
+    """`watch(owner, name)`: a list of the inputs and the result of each call from now on."""
 
     def begin(owner, name):
         function, calls = getattr(owner, name), []

@@ -36,7 +36,7 @@ KINDS = ("kill", "kill", "kill all", "end", "stop", "a process", "a process of t
 
 @dataclass
 class Nodes:
-    """Where two nodes run, each in a namespace or, without these, both on this machine; and what was printed there."""
+    """Two nodes, in namespaces or, without these, both on this machine; and what they printed."""
 
     folder: Path
     command: list[str]
@@ -60,7 +60,7 @@ class Nodes:
             self.launchers[node] = subprocess.Popen(words, env=os.environ | env, stdout=log, stderr=log)
 
     def wait_for_start(self, processes: int, times: int) -> bool:
-        """Wait until it has started on some processes more than some times -> False where the first node ends."""
+        """Until it has started on some processes more than some times -> False where node 0 ends."""
         deadline = time.monotonic() + PATIENCE
         while self.starts(processes) <= times:
             if self.launchers[0].poll() is not None:
@@ -70,7 +70,6 @@ class Nodes:
         return True
 
     def starts(self, processes: int) -> int:
-        """How often the run has started at a number of processes, as rank 0, on the first node, says."""
         return (self.folder / "node0.log").read_text().count(f" on {processes} process(es)")
 
     def said(self) -> str:
@@ -105,7 +104,7 @@ def ip(words: str, check: bool = True) -> None:
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[tuple[str, ...]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable, whose ends are called v and their names."""
+    """Two network namespaces, 10.77.0.1 and .2, joined by a cable with ends v and their names."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         yield ()  # they cannot be made
         return
@@ -125,7 +124,7 @@ def two_namespaces() -> Iterator[tuple[str, ...]]:
 
 
 def elastic(case: str, losses: int, seed: int, folder: Path) -> list[str]:
-    """Raises `AssertionError` where the disturbed run ends otherwise than the undisturbed -> what was done to it."""
+    """Asserts that the disturbed run ends as the undisturbed -> what was done to it."""
     script, flags = f"{case}_ddp.py", f"{CASES[case]} --shards 2 --save-model --resume --timeout {TIMEOUT}"
     chance, calm, run_dir = random.Random(f"{case} {seed}"), folder / "calm", folder / "elastic"
     undisturbed = start(script, 1, f"{flags} --run-dir {calm}", launched=True, LOCKSTEP_DTYPE="float32")
@@ -163,7 +162,6 @@ def elastic(case: str, losses: int, seed: int, folder: Path) -> list[str]:
 
 
 def main(cases: tyro.conf.Positional[tuple[str, ...]] = (*CASES,), losses: int = 5, seed: int = 1) -> None:
-    """Print, for each case, how a node was lost, and that the bytes are the undisturbed run's."""
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             done = elastic(case, losses, seed, Path(folder))

@@ -14,7 +14,7 @@ from gymnasium.envs.classic_control import CartPoleEnv, PendulumEnv
 
 
 class NotedCartPole(CartPoleEnv):
-    """Notes in the folder LOCKSTEP_NOTES, if set, which rank stepped the environment of which seed, and how often."""
+    """Notes in the folder LOCKSTEP_NOTES which rank stepped the environment of which seed, how often."""
 
     steps, first_seed = 0, None
 
@@ -50,7 +50,7 @@ class HelpedCartPole(CartPoleEnv):
 
 
 class Noisy:
-    """Rewards are normal draws, so that no TD error is nearly zero: such a one magnifies rounding in the weights."""
+    """Rewards are normal draws: a TD error that is nearly zero would magnify rounding."""
 
     def step(self, action):
         obs, _, *ends = super().step(action)

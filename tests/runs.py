@@ -137,7 +137,7 @@ def train(module, run_dir: Path, **flags) -> Run:
 def fork(
     target: Callable, arguments: tuple, world_size: int, output: Path, env: Mapping[str, str], code: int = 0
 ) -> str:
-    """Call `target(*arguments)` on each of some ranks, which end with `code` -> what they printed, also in `output`."""
+    """Call `target(*arguments)` on some ranks, which end with `code` -> what they printed, also in `output`."""
     ranks = []
     for place in places(world_size):
         ranks.append(FORKS.Process(target=forked, args=(target, arguments, env | place, output)))
@@ -186,7 +186,7 @@ def forked(target: Callable, arguments: tuple, env: Mapping[str, str], output: P
 
 
 def edited(name: str, text: str, *edits: tuple[str, str]) -> str:
-    """The text of the file `name` after (old, new) replacements; raises where one of them changes nothing."""
+    """The text of a file after (old, new) replacements; raises where one of them changes nothing."""
     for old, new in edits:
         before, text = text, text.replace(old, new)
         if text == before:
@@ -220,7 +220,7 @@ def assert_close(a: Run, b: Run, relative: float = 1e-9, absolute: float = 1e-11
 
 
 def same_run(a: Run, b: Run) -> str:
-    """Where metrics.csv (timing aside) or a tensor of model.pt is not the same bytes; empty where all are."""
+    """Where metrics.csv (timing aside) or a tensor of model.pt has other bytes; empty where none has."""
     for number, (row, other) in enumerate(zip(a.rows, b.rows, strict=False)):
         if names := [name for name in row if row[name] != other.get(name)]:
             return f"part in row {number}, {names[0]}: {row[names[0]]} against {other.get(names[0])}"

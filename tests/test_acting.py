@@ -1,4 +1,4 @@
-"""Acting: whatever line of a network's code is edited, actions and values are those of the edited network."""
+"""Acting: whatever is edited in a network, actions and values are those of the edited one."""
 
 from pathlib import Path
 
@@ -101,7 +101,6 @@ def policy_of(module, notes, world=None):
 
 
 def by_numpy_in(policy):
-    """Of each shard, whether numpy acts."""
     return [bool(steps) for steps in policy.steps]
 
 
@@ -112,7 +111,7 @@ def results_of(module, obs):
 
 
 def act_and_learn(make, by_numpy):
-    """Three periods of calls, between which parameters move: each time the module's result -> what was said."""
+    """Three periods of calls, between which parameters move -> what was said."""
     torch.manual_seed(0)
     module, notes = make(), []
     policy = policy_of(module, notes)
@@ -150,7 +149,7 @@ CHANGES = {  # during training
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_during_training_is_found_at_the_next_comparison(change):
-    """After at most 64 calls; then the module acts to the end. After a restart numpy is tried anew."""
+    """Then the module acts to the end. After a restart numpy is tried anew."""
     make_change, by_numpy = CHANGES[change]
     notes = []
     module = Agent(lambda m, obs, out: out if m.scale == 1.0 else out * m.scale)
@@ -172,7 +171,7 @@ def test_what_changes_during_training_is_found_at_the_next_comparison(change):
 
 
 def test_a_shard_acts_alike_whichever_process_it_is_in():
-    """One whose results differ is acted for by the module alone, to the bit as in a process of its own."""
+    """One whose results differ is acted for by the module alone."""
     torch.manual_seed(0)
     module, notes = Agent(lambda m, obs, out: out if obs.abs().amax() < 50 else 2 * out), []
     together, *apart = (policy_of(module, notes, World(False, shards)) for shards in (2, 1, 1))
@@ -187,7 +186,7 @@ def test_a_shard_acts_alike_whichever_process_it_is_in():
 
 
 def test_products_of_shards_at_once_are_those_of_each_alone():
-    """To the bit, of any shape and at any address: numpy acts for all shards of a process at once."""
+    """To the bit, of any shape and address, as numpy acts for all shards at once."""
     rng = np.random.default_rng(0)
     for _ in range(1000):
         shards, n, d, size = 2 ** rng.integers(4), rng.integers(1, 20), rng.integers(1, 400), rng.choice([1, 2, 17, 64])
@@ -200,7 +199,6 @@ def test_products_of_shards_at_once_are_those_of_each_alone():
 
 
 def test_images_are_for_the_module():
-    """Nothing is said."""
     notes = []
     image = gym.spaces.Box(0, 1, (3, 10, 10), np.float32)
     agent = ppo_ddp.Agent(image, DISCRETE)
@@ -213,7 +211,6 @@ def test_images_are_for_the_module():
 
 
 def calls_of_dqn(run_dir: Path) -> None:
-    """How often the policy of DQN acts where most actions are random, and for how many shards."""
     call, shards = Policy.__call__, []
     Policy.__call__ = lambda self, obs: (shards.append(len(self.world.shards)), call(self, obs))[1]
     train(dqn_ddp, run_dir, total_timesteps=200, learning_starts=180, start_e=0.9, end_e=0.9, shards=2)
@@ -221,7 +218,7 @@ def calls_of_dqn(run_dir: Path) -> None:
 
 
 def test_every_process_acts_equally_often(tmp_path):
-    """Also in steps where all actions of a process are random: comparisons then meet the same observations."""
+    """Also where all actions of a process are random, so that comparisons meet the same observations."""
     texts = [fork(calls_of_dqn, (tmp_path / str(n),), n, tmp_path / f"{n}.out", {}) for n in (1, 2)]
     [alone] = [line for line in texts[0].splitlines() if " calls for " in line]
     others = [line for line in texts[1].splitlines() if " calls for " in line]

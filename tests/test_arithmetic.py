@@ -1,4 +1,4 @@
-"""The pieces against arithmetic written out by hand or an independent library; PPO's are PPG's (test_edits.py)."""
+"""The pieces against arithmetic by hand or an independent library; PPO's are PPG's (test_edits.py)."""
 
 import math
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_gae_by_hand():
 
 
 def test_a_truncated_step_is_worth_what_follows_it(tmp_path, monkeypatch):
-    """Its reward has the discounted value of its own last observation, computed alone; a terminated one's has not."""
+    """Its reward has the discounted value of its own last observation, computed alone."""
     sizes = []
 
     def forward(self, obs):  # the value is what is observed: 100 for each episode so far, and its steps
@@ -73,7 +73,6 @@ def test_a_truncated_transition_is_followed_by_its_last_observation(tmp_path, wa
 
 
 def test_clipped_losses_by_hand(float64):
-    """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2; values 1 -> 2 or 1.1 with returns 3."""
     ratios, entropies, new_values = torch.tensor([[2, 2, 0.5, 0.5], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1]])
 
     class Agent(SimpleNamespace):
@@ -129,7 +128,7 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
 
 
 def test_dqn_targets_by_hand():
-    """Rewards 1 and 2, discounts 0.5 and 0: the target network's best, and its value of the online network's best."""
+    """The target network's best, and its value of the online network's best."""
     rewards, discounts = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
     target_q, online_q = torch.tensor([[4.0, 8.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     parts = {"rewards": rewards, "discounts": discounts, "next_obs": online_q, "weights": torch.ones(2)}
@@ -142,7 +141,7 @@ def test_dqn_targets_by_hand():
 
 
 def test_dueling_values_by_hand():
-    """The state's value plus advantages less their mean, each from a hidden layer of its own."""
+    """The state's value plus advantages less their mean, from two streams."""
     network, obs = dqn_ddp.QNetwork(VECTOR, 4, True, "auto", True), torch.randn(6, 3)
     features = network.network(obs)
     assert {*network.head.parameters()}.isdisjoint(network.value_head.parameters()) and len(network.value_head) == 3
@@ -152,7 +151,7 @@ def test_dueling_values_by_hand():
 
 
 def test_log_probability_is_that_of_the_squashed_normal(float64):
-    """Against torch's own terms, in two dimensions; with its gradient, also where tanh is 1."""
+    """Against torch's own terms, with the gradient, also where tanh is 1."""
     torch.manual_seed(0)
     actor, obs, noise = sac_ddp.Actor(VECTOR, 2), torch.randn(50, 3), torch.randn(50, 2)
     noise[:10] *= 1000
@@ -171,7 +170,6 @@ def test_log_probability_is_that_of_the_squashed_normal(float64):
 
 
 def test_sac_losses_by_hand(float64):
-    """Both squared errors by their weights; alpha log pi - min Q; and the gradients of actor and temperature."""
     torch.manual_seed(0)
     actor, critics, critics_target = sac_ddp.Actor(VECTOR, 2), sac_ddp.Critics(VECTOR, 2), sac_ddp.Critics(VECTOR, 2)
     critics.requires_grad_(False)
@@ -198,7 +196,7 @@ def test_sac_losses_by_hand(float64):
 
 
 def test_ppg_auxiliary_loss_by_hand(float64):
-    """Its value loss reaches the policy network, KL(old || new) by its weight; the value network has its own loss."""
+    """Its value loss reaches the policy network; the value network has its own."""
     torch.manual_seed(0)
     agent = ppg_ddp.Agent(VECTOR, DISCRETE)
     obs, returns, old_pi = torch.randn(8, 3), torch.randn(8), torch.randn(8, 3)
@@ -284,7 +282,7 @@ def test_streams_of_seeds_do_not_overlap():
 
 
 def test_an_episode_without_end_counts_as_it_stands(monkeypatch):
-    """Evaluation stops after MAX_STEPS; meets other ranks every 100, until none plays; is cut short when asked to."""
+    """Evaluation stops after MAX_STEPS, meets other ranks every 100 until none plays, or is cut short."""
     monkeypatch.setattr(environments, "MAX_STEPS", 150)
     args = ppo_ddp.Args(cuda=False)
     world = World(False)
@@ -326,7 +324,7 @@ CHANGES = {  # of what rank 1 has, and the name that is said
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_kind_of_state_is_compared(name, monkeypatch):
-    """`check_equal` names what differs on rank 1, be it of a network, an optimiser, a generator, or there alone."""
+    """`check_equal` names what differs on rank 1."""
     states = []
     for _ in range(2):
         torch.manual_seed(0)

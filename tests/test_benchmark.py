@@ -1,4 +1,4 @@
-"""The benchmark: its statistics, its commands, its runner that loses nothing, and figures and table as the data say."""
+"""The benchmark: statistics, commands, a runner that loses nothing, figures as the data say."""
 
 import importlib
 import json
@@ -26,7 +26,6 @@ RESULTS = ROOT / "benchmark" / "results"
 
 
 def test_interquartile_mean_by_hand():
-    """Of four the middle two; of five 3/4, 1 and 3/4 of the middle three; of two and three their edges in part."""
     assert plot.interquartile_mean(np.array([4.0, 1.0, 100.0, 2.0]), 0) == 3.0
     assert plot.interquartile_mean(np.array([0.0, 1.0, 2.0, 3.0, 100.0]), 0) == pytest.approx(2.0)
     assert plot.interquartile_mean(np.array([1.0, 5.0]), 0) == 3.0
@@ -44,7 +43,7 @@ def test_the_interval_is_that_of_the_mean_of_a_normal():
 
 
 def test_agreement_of_two_world_sizes_by_hand():
-    """Rows agree to 1e-3 up to the first that differs; times do not count; seeds are matched; intervals overlap."""
+    """Rows to 1e-3, without times, seed by seed; and whether intervals overlap."""
 
     def curve(seeds: list[int], returns: list[list[float]], wall: float) -> plot.Curve:
         rows = [
@@ -68,7 +67,7 @@ def test_the_evaluation_before_learning_is_no_final_return():
 
 
 def test_training_episodes_by_tenths_of_a_run():
-    """Each row counts its episodes; one on a border belongs to the tenth that it ends; one without any is refused."""
+    """By a row's number of episodes; one on a border belongs to the tenth that it ends."""
     returns = [(10, "", 1.0), (50, "2.0", 3), (100, "4.0", 1), (150, "8.0", 1)]
     returns += [(100 * k, str(k), 1) for k in range(2, 11)]
     names = ("global_step", "charts/episodic_return", "charts/episodes", "time/wall")
@@ -82,7 +81,6 @@ def test_training_episodes_by_tenths_of_a_run():
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_command_is_accepted(suite):
-    """Each run of each suite parses and passes its script's own checks, and has a name of its own."""
     runs = runner.runs_of(suite_of(suite))
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
@@ -144,7 +142,7 @@ def test_a_run_goes_on_by_the_same_code_only(tmp_path, monkeypatch):
 
 
 def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
-    """As changed, without a difference: that of an older record goes. It names no folder of the machine."""
+    """As changed, without a difference. The record names no folder of the machine."""
     run = runner.Run("tiny", "ppo_ddp.py", "CartPole-v1", "", 1, 1, "")
     run_dir, results = tmp_path / "run", tmp_path / "results"
     run_dir.mkdir()
@@ -198,7 +196,7 @@ with open(f"{run_dir}/metrics.csv", "w") as file:
 
 
 def test_a_tree_is_compared_with_a_commit(tmp_path, monkeypatch, capsys):
-    """In turn, each with its own modules and without the peer: 100 steps per second against 50; nothing is left."""
+    """In turn, each with its own modules: 100 steps per second against 50; nothing is left."""
     (tmp_path / "benchmark").mkdir()
     (tmp_path / "benchmark" / "script.py").write_text(SPEED)
     (tmp_path / "settings.py").write_text("SECONDS = 2")
@@ -224,7 +222,7 @@ def test_a_tree_is_compared_with_a_commit(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("suite", ["scaling", *(suite for suite in SUITES if (RESULTS / suite).exists())])
 def test_figures_and_table_are_what_the_data_say(suite, tmp_path, monkeypatch):
-    """Redrawn from what is recorded: the committed figures byte by byte, and the table in docs/results.md."""
+    """Redrawn: the committed figures byte by byte, and the table in docs/results.md."""
     monkeypatch.chdir(ROOT)
     page = tmp_path / "docs" / "results.md"
     folder, figures = tmp_path / "benchmark" / "figures", Path("benchmark/figures")

@@ -1,4 +1,4 @@
-"""`--checkpoint-every` and `--resume`: a run killed in any way ends in the bytes of one that was never disturbed."""
+"""`--checkpoint-every` and `--resume`: a run killed in any way ends in the bytes of an undisturbed one."""
 
 import json
 import os
@@ -222,7 +222,7 @@ def content(run_dir) -> list[tuple]:
 
 
 def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd):
-    """By each name of the record. A flag that the code did not have before does not stand in the way."""
+    """By each name of the record. A flag that is new since does not stand in the way."""
     run_dir = copied(interrupted, tmp_path)
     config = run_dir / "config.json"
     record = json.loads(config.read_text())
@@ -296,7 +296,7 @@ def test_a_directory_that_another_node_does_not_see_is_refused(tmp_path):
 
 
 def test_a_full_disk_at_a_checkpoint(tmp_path):
-    """Files of at most 250 kB: a rank's part of the buffer no longer fits, rows and the networks still do."""
+    """A rank's part of the buffer no longer fits, rows and the networks still do."""
     flags = '--env-id tests.envs:Drawn-v0 --env-kwargs {"shape":[100],"dtype":"float32","actions":[3,0]} --num-envs 2'
     flags += " --total-timesteps 3000 --learning-starts 2900 --buffer-size 4000 --eval-every 0 --log-every 1000"
     flags += " --checkpoint-every 1000"
@@ -349,7 +349,7 @@ SIMULATORS = ("CartPole-v1", "MinAtar/Breakout-v1", "ALE/Breakout-v5", "LunarLan
 
 @pytest.mark.parametrize("env_id", SIMULATORS)
 def test_what_environments_did_before_a_start_does_not_matter(env_id):
-    """A used environment and a new one, started at a checkpoint, give the same; another checkpoint, something else."""
+    """A used environment and a new one, started at one checkpoint, give the same."""
 
     def played(before: int, checkpoint: int) -> list[np.ndarray]:
         envs = Environments(ppo_ddp.Args(env_id=env_id), TRAINING, [range(2)], World(cuda=False))
@@ -371,7 +371,7 @@ def test_what_environments_did_before_a_start_does_not_matter(env_id):
 
 
 def test_torchrun_restarts_go_on_by_themselves(tmp_path):
-    """`--max-restarts`: rank 1 kills itself in the first attempt; the second goes on from the checkpoint."""
+    """`--max-restarts`: rank 1 kills itself in the first attempt."""
     flags = f"{PPO} --shards 2 --save-model"
     calm = run("ppo_ddp.py", 1, flags, tmp_path / "calm", "float32")
     words = command("ppo_ddp.py", 2, f"{flags} --resume --run-dir {tmp_path / 'run'}", launched=True)
@@ -387,7 +387,7 @@ STEPS = {ppo_ddp: ("112", "64"), ppg_ddp: ("144", "96"), dqn_ddp: ("100", "150")
 
 @pytest.mark.parametrize("module", STEPS)
 def test_checkpoints_are_written_at_or_past_each_multiple(module, tmp_path):
-    """At an iteration's, a phase's or a vector step's end, but not at the run's. The newest two are kept."""
+    """Where an iteration, phase or vector step ends, but not the run. The newest two are kept."""
     settings = RUNS[dqn_ddp] if module in (dqn_ddp, sac_ddp) else RUNS[ppo_ddp] | {"checkpoint_every": 50}
     if module is ppg_ddp:
         settings |= {"n_pi": 3, "aux_epochs": 1, "num_aux_minibatches": 2}

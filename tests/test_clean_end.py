@@ -1,4 +1,4 @@
-"""C4, C5 and C7: unequal ranks are named, and every way a run can end leaves no process and keeps what was written."""
+"""C4, C5 and C7: unequal ranks are named; however a run ends, it leaves no process, and its rows."""
 
 import csv
 import os
@@ -33,7 +33,7 @@ def begin(script, world_size, flags, run_dir, launched=True, **env):
 
 
 def ended(process, family, run_dir, timeout=60) -> Run:
-    """Wait for the end, a second or two on a quiet machine; no process must be left, and each row must be whole."""
+    """Wait for the end; no process must be left, and each row must be whole."""
     run = finish(process, run_dir, timeout)
     assert_gone(family, timeout / 6)
     assert whole_rows(run_dir) >= 3
@@ -65,14 +65,14 @@ def whole_rows(run_dir) -> int:
     ],
 )
 def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
-    """A parameter moved by 1e-7 on rank 1 ends the run, at an evaluation or checkpoint, with its name and the step."""
+    """Moved by 1e-7 on rank 1, with its name and the step."""
     ended = run(script, 2, flags, tmp_path / "run", code=1, LOCKSTEP_FAULT="parameter@1@6")
     step = 256 if "--log-every" in flags else 1024
     assert f"RuntimeError: step {step}: {name} on rank 1 differs from rank 0's" in ended.err, ended.err
 
 
 def test_a_crash_on_one_rank_shows_its_traceback(tmp_path):
-    """The other rank ends too, says one line instead of a traceback of its own, and is not blamed."""
+    """The other rank ends with one line, without a traceback, and is not blamed."""
     process, family = begin("dqn_ddp.py", 2, LONG_REPLAY, tmp_path, LOCKSTEP_FAULT="raise@1@200")
     run = ended(process, family, tmp_path)
     assert run.code == 1 and "ZeroDivisionError: a fault on purpose" in run.err
@@ -82,7 +82,7 @@ def test_a_crash_on_one_rank_shows_its_traceback(tmp_path):
 
 
 def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
-    """After --timeout seconds it prints where it stands. The other, in the collective, may end before."""
+    """Where it stands. The other, in the collective, may end before."""
     note = {"LOCKSTEP_FAULT": "hang@1@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs")}
     process, family = begin("ppo_ddp.py", 2, f"{LONG} --timeout 10", tmp_path, **note)
     run = ended(process, family, tmp_path)
@@ -115,7 +115,7 @@ def test_divergence_ends_both_ranks(tmp_path):
     [("ppg_ddp.py", f"{LONG} {PHASES}", signal.SIGINT, 130), ("sac_ddp.py", LONG_REPLAY, signal.SIGTERM, 143)],
 )
 def test_one_process_stops_on_request(script, flags, number, code, tmp_path):
-    """Plain python, with asynchronous environments: the next boundary, the model written, and the right code."""
+    """With asynchronous environments: the next boundary, the model, the right code."""
     process, family = begin(script, 1, f"{flags} --vectorization async --save-model", tmp_path)
     os.killpg(process.pid, number)  # to all of its group, as a terminal's Ctrl-C
     run = ended(process, family, tmp_path)
@@ -134,7 +134,7 @@ def test_two_ranks_stop_on_request(tmp_path):
 
 @pytest.mark.parametrize("grace", [3, 1000])
 def test_a_run_that_reaches_no_boundary_is_ended(grace, tmp_path):
-    """Some seconds after a request, and not sooner; or at once by a second one, half a second after the first."""
+    """Some seconds after a request, not sooner; or by a second one, half a second after the first."""
     note = {"LOCKSTEP_FAULT": "hang@0@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs"), "LOCKSTEP_GRACE": str(grace)}
     process, family = begin("ppo_ddp.py", 1, LONG, tmp_path, **note)
     wait_until((tmp_path / "hangs").exists, process)
@@ -248,7 +248,7 @@ def test_a_fault_is_told_once_and_leaves_nothing_behind(name, tmp_path):
 
 @pytest.mark.slow
 def test_signals_at_random_moments(tmp_path):
-    """30, to torchrun, in whatever the ranks then do: rollout, update, auxiliary phase, evaluation."""
+    """30, to torchrun: in rollouts, updates, auxiliary phases and evaluations."""
     chance = random.Random(1)
     for trial in range(30):
         script, flags = (("ppg_ddp.py", f"{LONG} {PHASES}"), ("sac_ddp.py", LONG_REPLAY))[trial % 2]

@@ -82,7 +82,7 @@ def definitions(script) -> dict[str, str]:
 
 
 def test_what_ppo_and_ppg_define_alike_is_alike():
-    """All that both define is equal; where PPG adds to a function, it has all of PPO's lines but those counted."""
+    """What both define is equal, except that PPG adds to some functions."""
     ppo, ppg = definitions("ppo_ddp.py"), definitions("ppg_ddp.py")
     assert set(ppo) <= set(ppg)
     lacking = {}

@@ -15,12 +15,10 @@ from runs import PATIENCE, ROOT, Run, block_of, edited, finish, free_port, same_
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ppo", "ppg", "dqn", "sac"])
 def test_nodes_come_and_go(case, tmp_path):
-    """Five losses at random moments; between network namespaces, where these can be made, a node is also cut off."""
     assert elastic(case, 5, 1, tmp_path)
 
 
 def test_the_variables_that_the_docs_set_are_those_of_the_tests():
-    """What was tried is what is told."""
     (line,) = (line for line in block_of("launching.md", "--nnodes=1:2").splitlines() if line.startswith("export "))
     assert dict(word.split("=") for word in line.split()[1:]) == ELASTIC
 

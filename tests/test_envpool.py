@@ -77,7 +77,7 @@ def same(one: list, two: list) -> bool:
 
 @pytest.mark.parametrize("task", IDS)
 def test_an_environment_depends_on_its_seed_alone(task):
-    """Not on what is beside it, on the threads, or on what it did before; others are others, at a checkpoint too."""
+    """Not on what is beside it, on threads, or on what was before; others are others."""
     steps = 40 if task in ("Breakout-v5", "HalfCheetah-v5") else 230
     three = played(task, [0, 1, 2], steps)
     assert not same(three[0], three[1])
@@ -87,7 +87,7 @@ def test_an_environment_depends_on_its_seed_alone(task):
 
 
 def test_steps_are_those_of_envpool_but_for_the_resets():
-    """EnvPool by itself resets in a step more, which is left out here; last observations are kept."""
+    """EnvPool by itself resets in a step more, which is left out here."""
     pool, raw = Pool("CartPole-v1", 1, 1, False, {}), envpool.make_gymnasium("CartPole-v1", num_envs=1, seed=[5])
     np.testing.assert_array_equal(pool.reset(seed=[5])[0], raw.reset()[0])
     draws, ends = np.random.default_rng(0), 0

@@ -14,7 +14,7 @@ FOUND |= {"stack": ("dqn", "part in"), "alignment": ("ppo", "bytes too late")}
 
 
 def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes():
-    """One of each script. Breaks that depend on processes, and some that are in all of them alike, are found."""
+    """One of each script. What is broken, in some processes or in all alike, is found."""
     servers = fuzz.Servers()
     try:
         for script, number in FEW.items():

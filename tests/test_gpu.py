@@ -66,7 +66,7 @@ def test_a_run_repeats_and_shards_give_the_same_bytes_on_one_rank_and_on_two(cas
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_and_two_agree(case, tmp_path):
-    """In float64, within 1e-9; and with the CPU's run within 1e-5, since a GPU's learning rates are float32."""
+    """In float64, within 1e-9; with the CPU within 1e-5, since a GPU's learning rates are float32."""
     script, flags = CASES[case]
     one, two = (run(script, size, flags, tmp_path / str(size), "float64") for size in (1, 2))
     assert_close(one, two)
@@ -75,7 +75,7 @@ def test_one_rank_and_two_agree(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["ppo box", "ppo pong", "ppg", "dqn", "sac"])
 def test_compiled_losses_give_the_same_numbers(case, tmp_path):
-    """As without, in float64; with shards the same bytes on one rank and on two, but for prioritised batches."""
+    """As without, in float64; with shards the same bytes, except of prioritised batches."""
     script, flags = CASES[case]
     runs = [run(script, 1, flags + x, tmp_path / f"run{x[3:]}", "float64") for x in ("", " --compile")]
     assert_close(*runs, 1e-7, 1e-9)
@@ -89,7 +89,7 @@ def test_compiled_losses_give_the_same_numbers(case, tmp_path):
 @TWO_CARDS
 @pytest.mark.parametrize("case", ["ppo", "ppo pong", "ppg", "dqn", "sac"])
 def test_two_cards_give_the_bytes_of_one(case, tmp_path):
-    """With --shards 4: NCCL's exchange, over more than 100 gradient steps; without, DDP's own average in float64."""
+    """With --shards 4 by NCCL's exchange; without by DDP's own average, in float64."""
     script, flags = CASES[case]
     one, two = (run(script, size, f"{flags} --shards 4", tmp_path / str(size), **BOTH) for size in (1, 2))
     assert_same_bytes(one, two)
@@ -116,7 +116,6 @@ def test_a_killed_run_goes_on(case, tmp_path):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("fault", ["interrupt", "raise", "kill"])
 def test_a_run_ends_well(size, fault, tmp_path):
-    """Ctrl-C, a fault and the loss of a rank: no process is left, and each row is whole."""
     env = {"LOCKSTEP_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": CARDS[0]}
     env |= {} if fault == "interrupt" else {"LOCKSTEP_FAULT": f"{fault}@{size - 1}@60"}
     process, family = begin("ppo_ddp.py", size, LONG, tmp_path / "run", **env)
@@ -129,7 +128,7 @@ def test_a_run_ends_well(size, fault, tmp_path):
 
 @pytest.mark.parametrize("module", [ppo_ddp, ppg_ddp, dqn_ddp, sac_ddp])
 def test_memory_does_not_grow(module, tmp_path, monkeypatch):
-    """What tensors take of the GPU's, and torch holds, from the second fifth of a run on, as a row is written."""
+    """What tensors take and torch holds, from the second fifth of a run on."""
     taken, log = [], Logger.log
 
     def noted(*args):

@@ -1,4 +1,4 @@
-"""The house and its pages: which file may import which, how much there is to read, and that the pages are right."""
+"""The house and its pages: what imports what, how much there is to read, and that pages are right."""
 
 import ast
 import dataclasses
@@ -31,7 +31,7 @@ NEEDS = {path.stem: {x.removeprefix("common.") for x in imports(f"common.{path.s
 
 
 def test_imports_go_down_only():
-    """Scripts use common/, its files only each other and never in a circle; what is lowest and what is on top."""
+    """Scripts use common/, its files only each other, never in a circle."""
     for name in LINES:
         assert all(x.startswith("common.") for x in imports(name)), name
     assert all(needs <= NEEDS.keys() for needs in NEEDS.values())
@@ -41,7 +41,6 @@ def test_imports_go_down_only():
 
 
 def test_the_map_names_what_each_file_imports():
-    """docs/architecture.md: a line for each file, and after its arrow the files of ours that it imports."""
     page = (ROOT / "docs" / "architecture.md").read_text().partition("\n### common/\n")[2].partition("\n#")[0]
     told = {}
     for entry in re.split(r"\n- `", page)[1:]:
@@ -85,7 +84,6 @@ CALLS += ("world.gather", " standardized(", " explained_variance(", " minibatch_
 
 @pytest.mark.parametrize("script", LINES)
 def test_lines_that_need_all_processes_are_marked(script):
-    """Each call of a function in which processes exchange data."""
     lines = [line for line in (ROOT / f"{script}.py").read_text().splitlines() if any(x in line for x in CALLS)]
     lines = [line for line in lines if not line.startswith("def ")]
     assert len(lines) >= 8 and [line for line in lines if "# collective" not in line] == []
@@ -127,7 +125,7 @@ def split(words: list[str]) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_docs_is_accepted(command):
-    """Its script is there, and its flags and values are valid; small words stand for what a user fills in."""
+    """Its script is there, and its flags and values are valid."""
     name, flags = split([word for word in COMMANDS[command] if word != "&"])
     if name in SCRIPTS:
         args = importlib.import_module(name.removesuffix(".py")).Args
@@ -154,7 +152,6 @@ def anchors(page) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Files and headings, of README and docs."""
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     for link in links:
         if not link.startswith("http"):
@@ -206,7 +203,7 @@ class MetaDriveEnv(gym.Env):  # as the real one: one in a process, seeds are sce
 
 
 def test_the_wrapper_of_metadrive_trains_ppg(tmp_path, monkeypatch):
-    """In processes of their own, with a stand-in for the package; and every wrapper that the page names is there."""
+    """With a stand-in for the package; and every wrapper that the page names is there."""
     (tmp_path / "metadrive.py").write_text(METADRIVE)
     for path in (tmp_path, ROOT / "docs" / "wrappers"):
         monkeypatch.syspath_prepend(path)
@@ -222,7 +219,7 @@ def test_the_wrapper_of_metadrive_trains_ppg(tmp_path, monkeypatch):
 
 
 def test_the_table_of_sizes_has_every_size():
-    """docs/moving.md: each flag that counts something or is a period, beside the scripts that have it."""
+    """docs/moving.md: each flag that counts something, beside the scripts that have it."""
     page = (ROOT / "docs" / "moving.md").read_text().partition("\n## Sizes")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `--(\S+)` \| ([^|]+) \|.*\| (.*) \|$", page, re.MULTILINE)
     told = {name: scripts for name, scripts, _ in rows}

@@ -43,7 +43,7 @@ with open_run(args, ppo_ddp.__file__, (), (gym.spaces.Discrete,)):
 
 @pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="older C libraries cannot")
 def test_freed_memory_is_kept_and_denormals_are_zero_in_a_run(tmp_path):
-    """Large arrays that it takes again have their pages; numpy, and each of torch's threads, make 0 of denormals."""
+    """Large arrays that it takes again have their pages; denormals are 0 in numpy and torch's threads."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     *_, faults, denormals = done.stdout.splitlines() or [done.stderr]
@@ -61,7 +61,7 @@ SIZES = {  # script, settings, threads of three cores
 
 @pytest.mark.parametrize("size", SIZES)
 def test_torch_takes_all_cores_where_networks_and_batches_are_large(size, tmp_path, monkeypatch):
-    """And one thread else, also for the networks' first weights; the record has how many it may take."""
+    """And one thread else, also for the networks' first weights."""
     script, settings, threads = SIZES[size]
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     monkeypatch.setattr("common.processes.container_limit", lambda _: math.inf)
@@ -77,7 +77,7 @@ def test_torch_takes_all_cores_where_networks_and_batches_are_large(size, tmp_pa
 
 
 def test_an_upload_is_one_copy_of_all_that_is_in_it(monkeypatch):
-    """Of arrays of any type, layout and size, each at an aligned place. Here the copy stays on the CPU."""
+    """Of any type, layout and size, each at an aligned place. Here the copy stays on the CPU."""
     copies, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **how: empty(*sizes, **how))
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: (copies.append(x), x)[1])

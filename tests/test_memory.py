@@ -87,7 +87,6 @@ def test_who_waits_for_a_rank_that_has_ended_is_told(end, ranks):
 
 @pytest.mark.parametrize("lacking", ["cores", "x86", "leave"])
 def test_all_ranks_are_without_it_where_one_is(lacking, ranks, monkeypatch):
-    """Where they have fewer cores than ranks, on another processor, or if one may not open the memory."""
     if lacking == "cores":
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
 

@@ -1,4 +1,4 @@
-"""Numbers against their formulas: rows of metrics.csv, the rewards that are learned from, what each flag changes."""
+"""Numbers against their formulas: rows, rewards that are learned from, what each flag changes."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from test_shards import run_of
 
 
 def test_a_row_of_dqn_by_hand(tmp_path, watch):
-    """Means over all updates since the last row (20, 40 and 20 of them), epsilon, and the falling learning rate."""
+    """Means over all updates since the last row, epsilon, and the learning rate."""
     calls = watch(dqn_ddp.TDLoss, "forward")
     sizes = {"num_envs": 2, "train_frequency": 2, "learning_starts": 40, "total_timesteps": 200, "batch_size": 8}
     rates = {"learning_rate": 0.01, "start_e": 1.0, "end_e": 0.1, "exploration_fraction": 0.5}
@@ -47,7 +47,7 @@ def test_a_row_has_the_times_of_the_slowest_process(monkeypatch):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_explained_variance_by_hand(num_shards):
-    """1 - Var(returns - values) / Var(returns); none where returns are equal, but for the rounding of float32."""
+    """None where returns are equal, but for the rounding of float32."""
     world = World(False, num_shards)
     advantages, values = np.random.default_rng(0).normal(size=(2, 50, 4))
     column = explained_variance(advantages, values, world)
@@ -63,7 +63,6 @@ def test_explained_variance_by_hand(num_shards):
 @pytest.mark.parametrize("atari", [True, False])
 @pytest.mark.parametrize("module", [ppo_ddp, dqn_ddp])
 def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, monkeypatch):
-    """Of other environments the reward itself."""
     learned = []
 
     def noted(*args):
@@ -79,7 +78,7 @@ def test_of_atari_the_sign_of_a_reward_is_learned_from(module, atari, tmp_path, 
 
 
 def test_what_ppo_learns_from(tmp_path, monkeypatch):
-    """Actions as they were sampled; moments of an iteration's observations, and of rewards' sums since the start."""
+    """Actions as sampled; moments of observations, and of rewards' sums since the start."""
     seen = {name: [] for name in ("sampled", "actions", "obs", "rewards", "sums")}
 
     def note(owner, name, given):
@@ -109,7 +108,7 @@ def test_what_ppo_learns_from(tmp_path, monkeypatch):
 
 
 def test_what_advantages_are_normalised_over(tmp_path, watch):
-    """Mean 0 and deviation 1: with `batch` all of an epoch, with `minibatch` each minibatch, with `none` neither."""
+    """All of an epoch with `batch`, each minibatch with `minibatch`, neither with `none`."""
     calls = watch(ppo_ddp.PPOLoss, "forward")
     for norm_adv, batch_is, minibatch_is in (("batch", True, False), ("minibatch", True, True), ("none", False, False)):
         calls.clear()
@@ -121,7 +120,6 @@ def test_what_advantages_are_normalised_over(tmp_path, watch):
 
 
 def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch, watch):
-    """Where the greedy action is always 1 of two, and epsilon 0.5, a quarter of the actions are 0."""
     calls = watch(dqn_ddp.ReplayBuffer, "add")
     monkeypatch.setattr(Policy, "__call__", lambda self, obs: np.tile([0.0, 1.0], (len(obs), 1)))
     train(dqn_ddp, tmp_path, total_timesteps=4000, learning_starts=3900, start_e=0.5, end_e=0.5)
@@ -144,7 +142,6 @@ def rates(monkeypatch):
 
 
 def test_each_optimiser_of_sac_has_its_rate_and_its_steps(rates, tmp_path):
-    """20 updates of the critics; after each second one, two of the actor with the temperature."""
     sizes = {"num_envs": 2, "total_timesteps": 80, "learning_starts": 40, "train_frequency": 2, "batch_size": 8}
     train(sac_ddp, tmp_path, **sizes, policy_lr=1e-3, q_lr=2e-3, env_id="Pendulum-v1")
     assert rates == {12: [2e-3] * 20, 6: [1e-3] * 20, 1: [2e-3] * 20}  # critics, actor, temperature

@@ -87,7 +87,6 @@ def program_of(script):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_programs_of_the_docs_act_as_the_evaluation_did(case, tmp_path, monkeypatch):
-    """Each plays the evaluation's episodes to the evaluation's mean return."""
     script, own = CASES[case]
     (tmp_path / "runs").mkdir()
     done = run(script, 1, f"{own} {EVALS} --save-model", tmp_path / "runs" / "a", dtype="float32")

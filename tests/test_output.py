@@ -1,4 +1,4 @@
-"""What a run leaves: its directory, films, and what wandb and TensorBoard hold; and that a script can be copied."""
+"""What a run leaves: its directory, films, what wandb and TensorBoard hold; scripts can be copied."""
 
 import json
 import math
@@ -37,7 +37,7 @@ KILLED += " --checkpoint-every 512 --resume"
 
 
 def test_the_run_directory(tmp_path):
-    """Blank cells for nothing to report, episodes of all ranks, a model without prefixes, a config to rerun from."""
+    """Blank cells for nothing to report, episodes of all ranks, a config to rerun from."""
     result = run("ppg_ddp.py", 2, f"{SHORT} --n-pi 4 --save-model --seed 3", tmp_path / "a")
     rows = result.timed_rows
     assert list(rows[0])[0] == "global_step" and set(rows[0]) > {*ppg_ddp.COLUMNS, "time/SPS"}
@@ -194,7 +194,6 @@ def frames_of(path) -> tuple[list[np.ndarray], float]:
     ],
 )
 def test_a_film_shows_the_first_episode(env_id, action, shape, rate, tmp_path, monkeypatch):
-    """As many pictures as steps, of the right size and colours, from the first state on."""
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.setenv("MUJOCO_GL", "egl")
     options = '{"max_num_frames_per_episode": 240}' if env_id.startswith("ALE/") else "{}"
@@ -232,7 +231,6 @@ def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
 
 
 def test_numbers_are_the_same_with_and_without(tmp_path):
-    """The rows of metrics.csv; and there is a film of each evaluation."""
     calm = run("ppo_ddp.py", 2, FILMED, tmp_path / "calm")
     filmed = run("ppo_ddp.py", 2, f"{FILMED} --capture-video", tmp_path / "filmed")
     assert calm.rows == filmed.rows
@@ -271,7 +269,7 @@ def wandb_history(records: list) -> list[dict]:
 
 
 def by_step(run_dir: Path) -> dict[int, dict[str, float]]:
-    """metrics.csv under the names of others; they make one of a row and an evaluation at the same step."""
+    """Rows by step; others make one of a row and an evaluation at the same step."""
     found = {}
     for row in Run(0, "", "", run_dir).timed_rows:
         numbers = {name: float(cell) for name, cell in row.items() if cell}
@@ -280,7 +278,7 @@ def by_step(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def test_wandb_holds_what_metrics_csv_holds(tmp_path):
-    """Killed and continued offline: one run in two folders, the second from the checkpoint on; with its settings."""
+    """Killed and continued offline: one run in two folders, with its settings."""
     run_dir = tmp_path / "run"
     for code, env in ((-9, {"LOCKSTEP_FAULT": "kill@0@40"}), (0, {})):
         done = finish(start("ppo_ddp.py", 1, f"{KILLED} --track --run-dir {run_dir}", True, tmp_path, **env), run_dir)

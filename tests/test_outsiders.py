@@ -46,7 +46,7 @@ def rows_of(module, flags: str, run_dir: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("script, flags", [("ppo_ddp.py", SHORT), ("ppg_ddp.py", SHORT), ("sac_ddp.py", REPLAY)])
 def test_units_of_actions_do_not_matter(script, flags, tmp_path):
-    """The same task with bounds of +-1, +-0.001, +-1000, and 99 to 101: the same curve and networks to rounding."""
+    """Bounds of +-1, +-0.001, +-1000, and 99 to 101: the same curve to rounding."""
     if script == "ppg_ddp.py":
         flags += " --n-pi 2 --num-aux-minibatches 2"
     found = []
@@ -62,7 +62,7 @@ def test_units_of_actions_do_not_matter(script, flags, tmp_path):
 @pytest.mark.parametrize("how, again", [("spaces", "spaces"), ("seeds_itself", "seeds_itself"), ("", "array_of_one")])
 @pytest.mark.parametrize("module, flags", [(ppo_ddp, SHORT), (dqn_ddp, REPLAY)])
 def test_what_environments_draw_elsewhere_repeats(how, again, module, flags, tmp_path):
-    """From their spaces, and from generators that they seed in a reset without a seed. A reward may be an array."""
+    """From spaces, and from generators that they seed in a reset. A reward may be an array."""
     first = rows_of(module, f"{flags} {options(how=how)}", tmp_path / "first")
     assert rows_of(module, f"{flags} {options(how=again)}", tmp_path / "again") == first and first
 
@@ -81,7 +81,7 @@ def test_what_environments_draw_elsewhere_repeats(how, again, module, flags, tmp
     ],
 )
 def test_an_environments_fault_is_told_with_its_step(vectorization, how, kind, said, tmp_path, monkeypatch, recwarn):
-    """The same faults in this process and in processes of their own, whose errors gymnasium prints as warnings."""
+    """In this process and in processes of their own, whose errors gymnasium prints as warnings."""
     monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path / "run"))
     with pytest.raises(kind) as raised:
         rows_of(ppo_ddp, f"{SHORT} {options(how=how)} --vectorization {vectorization}", tmp_path / "run")
@@ -130,7 +130,7 @@ def test_a_rank_may_wait_for_long_for_another_that_goes_on(tmp_path):
     ("", 0, r"^writing to"),
 ])  # fmt: skip
 def test_ranks_compare_what_they_were_given(what, code, said, tmp_path):
-    """Before anything is learned: other flags and code are refused by name, another processor is said."""
+    """Other flags and code are refused by name, another processor is said."""
     program = tmp_path / "program.py"
     program.write_text(f"""
 import os, sys
@@ -154,7 +154,7 @@ launch(ppo_ddp.main, ppo_ddp.Args)
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path):
-    """Generators of `random`, numpy and torch, threads, small numbers; in a thread too, and twice in one process."""
+    """Generators, threads, small numbers; in a thread too, and twice in one process."""
 
     def state() -> list:
         drawn = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
@@ -226,7 +226,7 @@ def test_variables_of_launchers_that_are_empty_or_alone(monkeypatch):
 
 
 def test_records_do_not_depend_on_the_order_of_libraries(monkeypatch):
-    """threadpoolctl finds them in another order once scipy is loaded; a resumed run must not call that a change."""
+    """threadpoolctl finds them in another order once scipy is loaded."""
     found = [{"user_api": "blas", "internal_api": x, "version": "1"} for x in ("mkl", "openblas")]
     records = []
     for order in (found, found[::-1]):
@@ -302,7 +302,7 @@ def test_whole_numbers_without_a_useful_bound_are_not_scaled():
 
 
 def test_bounds_that_a_type_has_by_itself_are_none():
-    """The largest float32 stands for no bound; such a dimension is neither scaled nor clipped into one."""
+    """Such a dimension is neither scaled nor clipped into one."""
     large = np.finfo(np.float32).max
     envs = Environments(ppo_ddp.Args(env_id=PLAIN), TRAINING, [range(1)], World(False))
     envs._set_action_space(gym.spaces.Box(np.float32([-large, -2, 0]), np.float32([large, 6, np.inf])))

@@ -9,7 +9,7 @@ from runs import flat, run, train
 
 
 def test_what_phases_move_and_what_they_leave(monkeypatch, tmp_path):
-    """Policy phases leave the auxiliary head alone; in auxiliary ones KL is 0 at first, and the value loss falls."""
+    """Policy phases leave the auxiliary head; in auxiliary ones KL is 0 at first, value loss falls."""
     aux_losses, calls = [], []  # of each call the loss's class, copies of all parameters, and what it reports
     for cls in (ppg_ddp.PPOLoss, ppg_ddp.AuxLoss):
 
@@ -39,7 +39,7 @@ def test_what_phases_move_and_what_they_leave(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("world_size, env", [(1, "Pendulum-v1 --norm-obs"), (2, "tests.envs:ShortCartPole-v0")])
 def test_without_auxiliary_phases_it_is_ppo(world_size, env, tmp_path):
-    """`--aux-epochs 0` with PPO's flags: metrics and parameters bit for bit, also where all episodes are truncated."""
+    """With PPO's flags, bit for bit, also where all episodes are truncated."""
     flags = f"--env-id {env} --total-timesteps 1536 --save-model --eval-every 1000"
     ppo = ppo_ddp.Args()
     for name in ("learning_rate", "update_epochs", "adam_eps", "norm_adv", "gamma"):

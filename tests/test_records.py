@@ -43,7 +43,7 @@ def recorded_by(script: Path, run_dir: Path) -> tuple[dict, str]:
 
 
 def test_the_difference_from_the_commit_is_kept(tmp_path):
-    """Of a changed script, of one that the commit lacks, of one without a repository; and what else decides bytes."""
+    """Of a changed script, an uncommitted one, one without a repository; and what else decides bytes."""
     script = tmp_path / "there" / "mine.py"
     script.parent.mkdir()
     script.write_text("x = 1\n")
@@ -75,7 +75,6 @@ def test_instructions_that_variables_choose_are_recorded():
 
 
 def test_a_card_is_recorded(monkeypatch):
-    """With a name in place of a card's."""
     world = World(cuda=False)
     world.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
@@ -116,7 +115,7 @@ def test_the_same_bytes_and_two_seeds(recorded, capsys):
     ],
 )
 def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so(shards, change, reason, recorded, tmp_path, capsys):
-    """In the first line: what differs of processor, versions, threads and processes, but not of code or flags."""
+    """By processor, versions, threads and processes, but not by code or flags."""
     for name, changes in (("a", {}), ("other", change)):
         shutil.copytree(recorded / name, tmp_path / name)
         record = json.loads((recorded / name / "config.json").read_text()) | {"instructions": "AVX", "threads": 1}
@@ -127,7 +126,7 @@ def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so(shards, change, re
 
 
 def test_what_cannot_be_compared_is_told(recorded, tmp_path, capsys):
-    """Equal runs on other threads are the same bytes; a column of one alone is named, and a model that is missing."""
+    """Other threads alone are not told; a column of one run is, and a model that is missing."""
     shutil.copytree(recorded / "a", tmp_path / "b")
     record = json.loads((recorded / "a" / "config.json").read_text()) | {"threads": 9}
     (tmp_path / "b" / "config.json").write_text(json.dumps(record))
@@ -143,7 +142,7 @@ def test_what_cannot_be_compared_is_told(recorded, tmp_path, capsys):
 
 
 def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
-    """With the step, the column and by how much; and how far a thousandth goes, to which nothing not finite agrees."""
+    """With the step, the column and by how much; and how far a thousandth goes."""
     part = "they part in row 5, step 128: losses/value_loss is "
     for name, factor, said in (
         ("losses/value_loss", 1 + 1e-6, (part, ", 1.0e-06 of it\n", "as far as both go")),
@@ -171,7 +170,7 @@ def test_a_shorter_run_is_not_the_same_bytes(recorded, tmp_path, capsys):
 
 
 def test_the_sweep_of_the_docs_is_a_suite(tmp_path, capsys):
-    """Its commands, with those of three learning rates and five seeds, each of which goes on after a stop."""
+    """Of three learning rates and five seeds, each of which goes on after a stop."""
     (tmp_path / "my_suite.py").write_text(block_of("results.md", "from benchmark.suites import work"))
     runner.main(runner.Args(str(tmp_path / "my_suite.py"), dry_run=True))
     lines = capsys.readouterr().out.splitlines()
@@ -200,7 +199,7 @@ def panels(**runs: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
 
 
 def test_each_column_is_a_panel_and_each_run_a_curve(tmp_path):
-    """Left out are blank cells and columns, and a line that is being written, where 123456 may still be 12."""
+    """Without blank cells, and without a line that is being written, where 123456 may still be 12."""
     # a name with _ matplotlib would hide
     a, b = write(tmp_path / "a", ROWS + "300,12"), write(tmp_path / "b", "50,1.0,,2.0,,1.0\n")
     assert panels(_a=a, b=b) == {
@@ -213,7 +212,7 @@ def test_each_column_is_a_panel_and_each_run_a_curve(tmp_path):
 
 
 def test_labels_are_the_directories_names(tmp_path, monkeypatch, capsys):
-    """Where two have the same name, their paths; the picture is beside the first run unless --out says otherwise."""
+    """Or paths, of two with one name; the picture is beside the first run, or at --out."""
     monkeypatch.chdir(tmp_path)
     paths = [write(Path(name), ROWS) for name in ("one/a", "one/b", "two/a")]
     plot_runs.main(plot_runs.Args((paths[0], paths[1])))

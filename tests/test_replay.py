@@ -1,4 +1,4 @@
-"""One replay buffer over all ranks: draws, n-step returns, frame stacks; when DQN and SAC begin to learn from it."""
+"""One replay buffer over all ranks: draws, n-step returns, frame stacks; when learning begins."""
 
 import gc
 from importlib.util import find_spec
@@ -71,7 +71,6 @@ def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: fl
 
 
 def indices_of(buffer: ReplayBuffer) -> np.ndarray:
-    """Of all places, environment by environment."""
     return (buffer.envs[:, None] * buffer.width + np.arange(buffer.capacity)).ravel()
 
 
@@ -92,7 +91,7 @@ def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.
 @pytest.mark.parametrize("alpha, n_step", [(0.0, 1), (0.0, 3), (0.6, 1), (0.6, 3)])
 @pytest.mark.parametrize("world_size, num_shards", [(2, 2), (4, 4), (1, 4), (2, 4)])
 def test_shards_are_one_buffer(alpha, n_step, world_size, num_shards):
-    """Place by place; and draw after draw, with updates between, the same global indices, weights and transitions."""
+    """Place by place; and draw after draw the same indices, weights and transitions."""
     whole, parts = ranks(1, alpha=alpha, n_step=n_step), ranks(world_size, num_shards, alpha=alpha, n_step=n_step)
     local = 64 // num_shards  # places of a shard
     for draw in range(25):
@@ -126,7 +125,7 @@ def test_shards_are_one_buffer(alpha, n_step, world_size, num_shards):
 
 
 def test_new_transitions_get_the_largest_priority_of_any_rank():
-    """As of the last draw: 1 before any; then the largest that some rank has given out, on all ranks; kept by `cut`."""
+    """As of the last draw; 1 before any; kept by `cut`."""
     buffers = ranks(2, alpha=0.5)
     fill(buffers, 2)
     assert [set(buffer.priorities.ravel()) - {0.0} for buffer in buffers] == [{1.0}, {1.0}]
@@ -144,7 +143,7 @@ def test_new_transitions_get_the_largest_priority_of_any_rank():
 
 @pytest.mark.parametrize("env_id", ["ALE/SpaceInvaders-v5", pytest.param("envpool/SpaceInvaders-v5", marks=ENVPOOL)])
 def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
-    """The same games whether a lost life is an end or not; the buffer gives what the simulator gave, scores as well."""
+    """The same games whether a lost life is an end or not; observations are the simulator's."""
     finished, ends = {}, {}
     for flag in (True, False):
         args = dqn_ddp.Args(env_id=env_id, life_loss=flag, num_threads=1)
@@ -173,7 +172,6 @@ def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
 
 
 def test_frequencies_follow_priorities():
-    """In the long run a place is drawn in proportion to its priority; weights undo that at beta 1."""
     (buffer,) = ranks(1, alpha=1.0)
     fill([buffer], 16)
     buffer.update_priorities(indices_of(buffer), torch.arange(64, dtype=torch.float64))
@@ -256,7 +254,7 @@ def test_against_a_slow_reference(ends, n_step, capacity, stack, alpha):
 
 @pytest.mark.parametrize("module", [sac_ddp, dqn_ddp])
 def test_what_updates_read_and_what_they_leave(module, tmp_path, monkeypatch):
-    """Beta rises linearly to 1; targets follow by tau and carry no graph; as many tensors live as 32 updates before."""
+    """Beta rises linearly to 1; targets follow by tau, without a graph; no tensor stays."""
     sample, lerp = module.ReplayBuffer.sample, torch._foreach_lerp_
     betas, alive, targets, weights = [], [], [], []
 
@@ -283,14 +281,14 @@ def test_what_updates_read_and_what_they_leave(module, tmp_path, monkeypatch):
 
 
 def test_no_gradient_step_before_something_can_be_sampled(tmp_path):
-    """With `--learning-starts` below n steps: the first losses come when n steps of an environment are there."""
+    """The first losses come when n steps of an environment are there."""
     flags = "--num-envs 2 --n-step 20 --learning-starts 4 --train-frequency 2 --total-timesteps 60 --log-every 2"
     result = run("dqn_ddp.py", 1, f"{flags} --eval-every 0 --batch-size 8", tmp_path / "run")
     assert [int(row["global_step"]) for row in result.rows if row["losses/td_loss"]] == list(range(42, 61, 2))
 
 
 def test_the_smallest_budget_has_a_gradient_step(tmp_path):
-    """What the refusal names as the smallest --total-timesteps takes exactly one gradient step."""
+    """What the refusal names takes exactly one gradient step."""
     sizes = {"num_envs": 8, "train_frequency": 3, "learning_starts": 20, "buffer_size": 80, "batch_size": 4}
     with pytest.raises(BadInput, match="--total-timesteps 23: must be at least 24,"):
         dqn_ddp.Args(total_timesteps=23, log_every=1, **sizes)

@@ -1,4 +1,4 @@
-"""C1 and C2: the number of processes changes the wall clock and nothing else; and the work is really divided."""
+"""C1 and C2: the number of processes changes the wall clock alone; and the work is divided."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`--shards`: the same bytes, in float32, at any number of processes; and what a run gives to each shard."""
+"""`--shards`: the same float32 bytes at any number of processes; what a run gives to each shard."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x == "ppo compiled")) for x in CASES])
 def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
-    """And where a layer's result for one row depends on how many rows it is given, as on some processors it may."""
+    """And where a layer's result for one row depends on how many rows it is given."""
     if case == "ppo compiled" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("without AVX2 torch 2.13 writes C++ that does not compile")
     script, shards, flags, sizes = CASES[case]
@@ -65,7 +65,7 @@ def test_the_same_bytes_at_any_number_of_processes(case, tmp_path):
 
 
 def test_threads_of_blas_do_not_matter(tmp_path):
-    """As users start it: `python` leaves OMP_NUM_THREADS unset, so BLAS would take all cores; torchrun sets 1."""
+    """`python` leaves OMP_NUM_THREADS unset; torchrun sets 1."""
     flags = "--env-id Pendulum-v1 --num-envs 32 --shards 2 --num-steps 16 --total-timesteps 1024 --eval-every 0"
     runs = []
     for size, threads in ((1, "2"), (2, "1")):
@@ -96,7 +96,7 @@ UNLIKE = [nn.Dropout(0.1), nn.RReLU(), nn.BatchNorm1d(2), nn.InstanceNorm1d(2, t
 
 @pytest.mark.parametrize("module", UNLIKE)
 def test_a_module_that_each_process_would_have_otherwise_is_refused_by_name(module):
-    """With --shards or on several processes; not where it does nothing (`eval`), nor on one process without."""
+    """With --shards or on several processes; not after `eval`, nor on one process without."""
     loss = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
     with pytest.raises(BadInput, match=r"^1\.0.*: \w+ (draws|keeps)"):
         Gradient(loss, World(False, 2), False, print)
@@ -106,7 +106,7 @@ def test_a_module_that_each_process_would_have_otherwise_is_refused_by_name(modu
 
 
 class Loss(nn.Module):
-    """Of random sizes: one layer frozen, one used twice, convolutions whose weights lie channels-last in memory."""
+    """Of random sizes: one layer frozen, one used twice, weights that lie channels-last."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         super().__init__()
@@ -123,7 +123,6 @@ class Loss(nn.Module):
 
 
 def check_gradients(world: World) -> None:
-    """Three steps each of three losses; gradients are bit for bit those of a tree over the shards."""
     num, here = world.num_shards, slice(world.shards[0], world.shards[-1] + 1)
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -167,7 +166,7 @@ TREES = [(1, False, 4), (2, True, 4), (2, False, 4), (4, True, 4), (4, False, 4)
 
 @pytest.mark.parametrize("world_size, memory, shards", [*TREES, (4, True, None)])
 def test_gradients_are_means_over_shards_added_along_a_tree(world_size, memory, shards, tmp_path):
-    """Through shared memory, also of four ranks, and through sockets; without --shards of as many as ranks."""
+    """Through shared memory and through sockets; without --shards of as many as ranks."""
     fork(mean_gradients, (memory, shards), world_size, tmp_path / "out", {})
 
 
@@ -193,7 +192,7 @@ def run_of(shards: int, compiles: bool = False, **registered) -> Run:
 
 
 def test_by_shard_gives_a_function_each_shards_rows_alone():
-    """In chunks, so that a long rollout needs no more memory; results in the places of their inputs."""
+    """In chunks, for memory; results in the places of their inputs."""
     seen, steps = [], CHUNK  # 2 environments of a shard: two chunks
     obs = torch.randn(steps, 4, 3)
 
@@ -223,7 +222,7 @@ def test_draws_from_the_default_generator_are_told_once(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("offset", range(0, 64, 4))
 def test_what_a_shard_computes_begins_at_a_multiple_of_64_bytes(offset):
-    """Wherever its rows begin, since products round by the address; what has such an address already is no copy."""
+    """Wherever its rows begin; what has such an address already is no copy."""
     memory = torch.zeros(64).numpy()
     rows = memory[offset // 4 : offset // 4 + 14].reshape(2, 7)
     assert to_tensor(rows).data_ptr() % 64 == 0

@@ -1,4 +1,4 @@
-"""Simulators may return their own memory, lists, any infos and any type of integer: learning stays right."""
+"""Simulators may return their own memory, lists, any infos and integers: learning stays right."""
 
 import json
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ def environments(env_id: str, indices, **flags) -> Environments:
 
 
 def transitions(vectorization: str, *quirks: str) -> list:
-    """What 40 steps give: observations, rewards, ends, last observations; and the episodes that were counted."""
+    """What 40 steps give, and the episodes that were counted."""
     options = {"shape": [3], "dtype": "float32", "actions": [2, 3], "remembers": True, "quirks": quirks}
     envs = environments(DRAWN, range(3), vectorization=vectorization, env_kwargs=json.dumps(options))
     found = [envs.reset().tolist()]
@@ -37,7 +37,7 @@ def transitions(vectorization: str, *quirks: str) -> list:
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_simulators_with_quirks_give_the_same_transitions_as_one_without(vectorization):
-    """Their own infos, buffers, lists and types of integers, in this process and in processes of their own."""
+    """In this process and in processes of their own."""
     plain = transitions("sync")
     assert plain == transitions(vectorization, "infos", "buffer", "int32")
     assert plain == transitions(vectorization, "lists", "int8")
@@ -79,7 +79,7 @@ def test_what_is_not_finite_is_told_with_its_environment_and_step(what):
 
 
 def test_evaluations_change_nothing_that_an_environment_draws_from_libraries(tmp_path):
-    """From `random` and `numpy.random`, which all environments of a process share, and which a run seeds."""
+    """From `random` and `numpy.random`, which all environments of a process share."""
     flags = "--env-id tests.envs:LibraryCartPole-v0 --num-steps 16 --total-timesteps 256 --eval-episodes 2 --save-model"
     never, often = (run("ppo_ddp.py", 1, f"{flags} --eval-every {x}", tmp_path / x) for x in ("0", "64"))
     assert len(often.column("eval/episodic_return")) == 5
@@ -113,7 +113,7 @@ def test_a_game_that_its_limit_of_frames_ends_is_counted():
 
 
 def test_atari_games_take_every_action():
-    """None is replaced by the one before, as those registered as ALE/...-v5 do with probability 0.25."""
+    """None is replaced by the one before, with probability 0.25."""
     games = []
     for probability in ("", ', "repeat_action_probability": 0.0', ', "repeat_action_probability": 0.25'):
         options = f'{{"img_height": 12, "img_width": 12{probability}}}'
@@ -126,7 +126,7 @@ def test_atari_games_take_every_action():
 
 
 def test_an_evaluation_depends_on_nothing_before_or_beside_it():
-    """Though its environments remember their episodes: it is the same again, and the sum of those of its shards."""
+    """It is the same again, and the sum of those of its shards."""
     args = Args(env_id=DRAWN, env_kwargs='{"shape": [3], "dtype": "float32", "actions": [2, 0], "remembers": true}')
     args.eval_episodes, world = 4, World(False, 4)
 

@@ -43,7 +43,7 @@ IMAGES = {
 
 @pytest.mark.parametrize("script", IMAGES)
 def test_images_of_either_order_are_the_same_pixels(script, tmp_path):
-    """A user's environment may give (height, width, channels) or (channels, height, width): the same bytes."""
+    """(height, width, channels) or (channels, height, width): the same bytes."""
     options = '{"shape":[12,9,4],"dtype":"uint8","actions":[3,0],"end":0.1,"cut":0.1}'
     flags = f"{IMAGES[script]} --total-timesteps 512 --eval-every 256 --eval-episodes 2 --env-kwargs {options}"
     last, first = (

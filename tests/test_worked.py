@@ -1,4 +1,4 @@
-"""What users change in a script keeps the promise; the worked changes of docs/modify.md apply, go on, and learn."""
+"""What users change keeps the promise; the worked changes of docs/modify.md apply, go on, learn."""
 
 import os
 import shutil
@@ -115,7 +115,6 @@ def changed(name, tmp_path):
 
 
 def begin(script, processes, flags, run_dir):
-    """Start a changed script, in its tree."""
     words = " ".join(words_of(flags, run_dir))
     return start(script, processes, words, cwd=script.parent, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
 
@@ -128,7 +127,7 @@ def ended(*launch):
 
 @pytest.mark.parametrize("name", DIFFS)
 def test_a_diff_applies(name, tmp_path):
-    """To the scripts as they are; docs/modify.md names it with its script and the numbers of places and lines."""
+    """docs/modify.md names it with its script and the numbers of places and lines."""
     _, script = changed(name, tmp_path)
     lines = (ROOT / "docs" / "changes" / f"{name}.diff").read_text().splitlines()
     places = sum(line.startswith("@@") for line in lines)
@@ -142,7 +141,6 @@ def test_a_diff_applies(name, tmp_path):
 
 @pytest.mark.parametrize("dtype, sizes", [("parts", [3, 2]), ("bits", [2, 2, 2])])
 def test_each_part_of_an_action_is_drawn_from_its_own_distribution(dtype, sizes, tmp_path):
-    """As torch's categorical distributions have it; and a run of such an environment ends well."""
     tree, script = changed("multidiscrete", tmp_path)
     module = loaded(tree / script)
     actions = sizes if dtype == "parts" else [len(sizes)]
@@ -167,7 +165,7 @@ def test_each_part_of_an_action_is_drawn_from_its_own_distribution(dtype, sizes,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFS)
 def test_a_worked_change_keeps_the_promise(name, tmp_path):
-    """The same bytes on one process, on two, and killed on two and resumed on one; what it adds learns."""
+    """The same bytes on one process, on two, and killed on two and resumed on one."""
     tree, script = changed(name, tmp_path)
     flags = FLAGS[script.removesuffix("_ddp.py")] | OWN.get(name, {})
     flags |= {"checkpoint-every": str(int(flags["total-timesteps"]) // 4), "resume": ""}
@@ -191,7 +189,7 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
 
 
 def test_the_grus_state_ends_with_its_episode(tmp_path, watch):
-    """Sequences are unrolled to the values of the steps that acted; after an end they are those of an episode alone."""
+    """Unrolled values are those of the steps that acted; after an end, of an episode alone."""
     tree, script = changed("gru", tmp_path)
     module = loaded(tree / script)
     acted = watch(module.Agent, "forward")
