@@ -110,6 +110,18 @@ def interrupted(tmp_path_factory):
     return folder, whole
 
 
+def content(run_dir) -> list[tuple]:
+    return sorted((x, x.read_bytes()) for x in run_dir.rglob("*") if x.is_file() and x.name != "lock")
+
+
+def assert_refused(run_dir, said) -> None:
+    """To go on is refused in one line, and nothing is touched."""
+    before = content(run_dir)
+    with pytest.raises(BadInput, match=said) as caught:
+        continued(ppo_ddp, run_dir)
+    assert "\n" not in str(caught.value) and content(run_dir) == before
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -138,10 +150,7 @@ def test_where_no_checkpoint_can_be_read_the_rows_stay(interrupted, tmp_path):
     run_dir = copied(interrupted, tmp_path)
     for folder in (run_dir / "checkpoints").iterdir():
         cut(folder / "state.pt")
-    before = content(run_dir)
-    with pytest.raises(BadInput, match="^--resume: no checkpoint in .* can be read; name another --run-dir"):
-        continued(ppo_ddp, run_dir)
-    assert content(run_dir) == before
+    assert_refused(run_dir, "^--resume: no checkpoint in .* can be read; name another --run-dir")
 
 
 class EditedAgent(ppo_ddp.Agent):
@@ -154,15 +163,12 @@ class EditedAgent(ppo_ddp.Agent):
 def test_what_an_edited_script_registers_is_refused_by_name(name, interrupted, tmp_path, monkeypatch):
     """A network with another layer; a tensor that the checkpoint lacks. The rows stay."""
     run_dir = copied(interrupted, tmp_path)
-    before = content(run_dir)
     register = Loop.register
     if name == "agent":
         monkeypatch.setattr(ppo_ddp, "Agent", EditedAgent)
     else:
         monkeypatch.setattr(Loop, "register", lambda self, **state: register(self, **state | {"mine": torch.zeros(2)}))
-    with pytest.raises(BadInput, match=rf"^--run-dir \S*: does not fit .* {name} \("):
-        continued(ppo_ddp, run_dir)
-    assert content(run_dir) == before
+    assert_refused(run_dir, rf"^--run-dir \S*: does not fit .* {name} \(")
 
 
 def test_each_shard_of_a_checkpoint_is_progress(tmp_path, monkeypatch):
@@ -203,10 +209,7 @@ def test_what_another_run_left_is_refused(change, said, interrupted, tmp_path):
     record = json.loads((run_dir / "config.json").read_text())
     change(record)
     (run_dir / "config.json").write_text(json.dumps(record))
-    before = content(run_dir)
-    with pytest.raises(BadInput, match=said) as caught:
-        continued(ppo_ddp, run_dir)
-    assert "\n" not in str(caught.value) and before == content(run_dir), "it was touched"
+    assert_refused(run_dir, said)
 
 
 def test_a_metrics_csv_that_was_cut_ends_the_run(interrupted, tmp_path):
@@ -215,10 +218,6 @@ def test_a_metrics_csv_that_was_cut_ends_the_run(interrupted, tmp_path):
     (run_dir / "metrics.csv").write_text("global_step\n")
     with pytest.raises(RuntimeError, match="metrics.csv: is shorter than at the checkpoint"):
         continued(ppo_ddp, run_dir)
-
-
-def content(run_dir) -> list[tuple]:
-    return sorted((x, x.read_bytes()) for x in run_dir.rglob("*") if x.is_file() and x.name != "lock")
 
 
 def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path, capfd):
@@ -259,10 +258,7 @@ def test_a_run_without_a_checkpoint_begins_again(names, interrupted, tmp_path, c
     assert continued(ppo_ddp, tmp_path).rows == interrupted[1][ppo_ddp]
     assert "going on" not in capfd.readouterr().out
     (tmp_path / "config.json").unlink()  # no start of ours leaves metrics.csv alone
-    before = content(tmp_path)
-    with pytest.raises(BadInput, match="holds a run already; name a new directory[.]"):
-        continued(ppo_ddp, tmp_path)
-    assert content(tmp_path) == before
+    assert_refused(tmp_path, "holds a run already; name a new directory[.]")
 
 
 @dataclass

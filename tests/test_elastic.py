@@ -35,8 +35,7 @@ if [ "$1" = requeue ]; then echo "$2" > "$FAKE/requeued"; kill $(cat "$FAKE/step
 
 @pytest.mark.slow
 def test_slurm_requeues_the_script_of_the_docs(tmp_path):
-    """The script as it stands, but for its sizes, with a fake srun and scontrol: ended before its time limit while both
-    nodes train, then on one node to the end; the bytes are those of one process that nobody ended."""
+    """With a fake srun and scontrol: ended while both nodes train, then on one node to the end, in the same bytes."""
     flags = "--num-steps 32 --total-timesteps 4096 --eval-every 0 --save-model"
     script, run_dir = block_of("resume.md", "scontrol requeue"), tmp_path / "run"
     sizes = {"--nproc_per_node=4": "--nproc_per_node=1", "29400": str(free_port())}

@@ -32,16 +32,14 @@ BREAKOUT += " --learning-starts 480 --batch-size 16 --log-every 200"
 CARTPOLE = "--env-id envpool/CartPole-v1 --num-envs 8 --num-steps 32 --total-timesteps 1536 --eval-every 800"
 CARTPOLE += " --eval-episodes 6"
 PHASES = "--total-timesteps 128 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 4"
+CASES = [
+    ("ppo_ddp.py", CARTPOLE),
+    pytest.param("ppg_ddp.py", f"{STARPILOT} {PHASES} --network impala", marks=PROCGEN),
+    ("dqn_ddp.py", BREAKOUT),
+]
 
 
-@pytest.mark.parametrize(
-    "script, flags",
-    [
-        ("ppo_ddp.py", CARTPOLE),
-        pytest.param("ppg_ddp.py", f"{STARPILOT} {PHASES} --network impala", marks=PROCGEN),
-        ("dqn_ddp.py", BREAKOUT),
-    ],
-)
+@pytest.mark.parametrize("script, flags", CASES)
 def test_the_same_bytes_on_one_process_and_two(script, flags, tmp_path):
     runs = [run(script, n, f"{flags} --shards 2 --save-model", tmp_path / f"{n}", "float32") for n in (1, 2)]
     assert same_run(*runs) == "" and len(runs[0].rows) >= 2

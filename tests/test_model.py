@@ -28,9 +28,7 @@ def model_of(folder, case, size):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_is_evaluated_as_it_was_at_its_end(case, tmp_path):
-    """Trained on two processes, evaluated on one, to the bit, as it was trained: on the same environment, with the same
-    networks and normalisers. Then trained on: its first row is that evaluation too.
-    """
+    """Trained on two processes, evaluated on one, to the bit. Trained on, its first row is that evaluation too."""
     first, (script, own) = model_of(tmp_path, case, 2), CASES[case]
     flags = f"{own} {EVALS} --shards 2 --load-model {first.dir / 'model.pt'}"
     alone = run(script, 1, f"{flags} --total-timesteps 0", tmp_path / "alone", dtype="float32")

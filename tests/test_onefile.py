@@ -102,10 +102,7 @@ def test_what_cannot_be_one_file_is_refused(import_, tmp_path):
 
 
 def test_what_a_script_does_when_imported_stays(tmp_path):
-    """Imports for what they do, settings made at the top, a name made in a block, modules of one package.
-
-    And what a file of `common/` does, of which the script takes something else.
-    """
+    """Imports, settings and names made at the top; and what a file of `common/` does, of which it takes something."""
     shutil.copytree(ROOT / "common", tmp_path / "common")
     with open(tmp_path / "common" / "run.py", "a") as file:
         file.write("\n\nif crossed(2, 1, 2):\n    SETTING = 1\n")
