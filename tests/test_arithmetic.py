@@ -324,7 +324,6 @@ CHANGES = {  # of what rank 1 has, and the name that is said
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_kind_of_state_is_compared(name, monkeypatch):
-    """`check_equal` names what differs on rank 1."""
     states = []
     for _ in range(2):
         torch.manual_seed(0)
