@@ -2,9 +2,8 @@
 
     python tests/elastic.py [--losses 5] [--seed 1] [case ...]
 
-A node is a torchrun with one process: where that is possible (Linux, root, and the `ip` command) in a network namespace
-of its own. The second is killed, alone or with all that it started, asked to end, stopped and woken, or, between
-namespaces, cut off; a process of the first is killed too. Each row takes a while, so that there is time.
+A node is a torchrun with one process: on Linux, for root, in a network namespace of its own. The second is lost in one
+way of `KINDS` or, between namespaces, cut off. Each row takes a while, so that there is time.
 """
 
 from __future__ import annotations

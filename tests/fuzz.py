@@ -13,9 +13,8 @@ number (`tests.envs:Drawn-v0`), and now and then rank 1 alone gets another flag,
 addresses are asserted (`assert_aligned`): what enters a product of matrices must begin at a multiple of 64 bytes.
 Products depend on addresses on Intel's processors. On AMD's this assertion alone finds a wrong address.
 
-Nine of ten draws run in processes that are forked from one that has imported everything, with the variables that a
-launcher sets: a tenth of the time. There, --compile runs graphs by torch's own operators. The tenth is launched as a
-user does, with the real compiler, and its addresses are not asserted.
+Nine of ten draws run in processes forked from one that has imported everything: a tenth of the time. There, --compile
+runs graphs by torch's own operators. The tenth is launched as a user does, and its addresses are not asserted.
 """
 
 from __future__ import annotations
@@ -79,8 +78,6 @@ class Launch:
 
 
 class Start(NamedTuple):
-    """One start of a script by a launch."""
-
     processes: int
     flags: dict[str, Any]
     kill: float = -1.0  # seconds until it is killed; negative: never
@@ -151,7 +148,6 @@ def drawn(seed: int, number: int) -> Draw:
 
 
 def environment(chance: random.Random, script: str, kind: str) -> dict[str, Any]:
-    """Flags that name an environment, its options and the network for it."""
     if kind == "Atari":
         side, frames = chance.choice((12, 16, 44)), chance.choice((150, 300))
         kwargs = {"img_height": side, "img_width": side + chance.choice((0, 4)), "stack_num": chance.choice((1, 2, 4))}
@@ -184,7 +180,6 @@ def network(chance: random.Random, side: int) -> dict[str, str]:
 
 
 def switch(chance: random.Random, *names: str) -> dict[str, str]:
-    """Each of some switches on or off."""
     return {name if chance.random() < 0.5 else f"no-{name}": "" for name in names}
 
 
@@ -336,7 +331,6 @@ class Servers:
         self.broken, self.processes, self.lock = broken, {}, Lock()
 
     def ask(self, threads: str, processor: str, reply: Path, **job) -> list[int]:
-        """The exit codes of a job's ranks."""
         reply.unlink(missing_ok=True)
         with self.lock:
             if (threads, processor) not in self.processes:
@@ -369,7 +363,6 @@ def environ(threads: str, processor: str) -> dict[str, str]:
 
 
 def starts_of(draw: Draw, launch: Launch) -> list[Start]:
-    """What a launch starts, one after another."""
     flags = dict(draw.flags)
     if launch.quirks:
         flags["env-kwargs"] = json.dumps(json.loads(flags["env-kwargs"]) | {"quirks": launch.quirks})
@@ -385,7 +378,6 @@ def starts_of(draw: Draw, launch: Launch) -> list[Start]:
 
 
 def start_of_model(draw: Draw) -> Start:
-    """The run whose model a draw loads."""
     left_out = ("checkpoint-every", "stop-at-return")
     flags = {name: value for name, value in draw.flags.items() if name not in left_out}
     return Start(1, flags | {"eval-every": 0})
@@ -490,7 +482,6 @@ def main(minutes: float = 30.0, draws: int = 10**9, seed: int = 1, first: int = 
 
 
 def show(draw: Draw) -> None:
-    """Print the commands of a draw."""
     starts = [("1", start_of_model(draw), "model")] if draw.loads else []
     for launch in draw.launches:
         starts += [(launch.threads, start, launch.processes) for start in starts_of(draw, launch)]

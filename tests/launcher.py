@@ -27,7 +27,6 @@ def stand_still() -> None:
 
 
 def after_making(network: type, change) -> None:
-    """Call `change` on each network of a class."""
     init = network.__init__
 
     def changed(self, *args, **kwargs):

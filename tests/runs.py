@@ -109,7 +109,6 @@ def descendants(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def send(processes: list[psutil.Process], number: int) -> None:
-    """Send a signal to those that are still there."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -160,7 +159,6 @@ def fork(
 
 
 def places(world_size: int) -> list[dict[str, str]]:
-    """The variables that a launcher sets, for each rank."""
     if world_size == 1:
         return [{}]
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}

@@ -128,7 +128,6 @@ def test_policy_terms_agree_with_torch_distributions(space, float64):
 
 
 def test_dqn_targets_by_hand():
-    """The target network's best, and its value of the online network's best."""
     rewards, discounts = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
     target_q, online_q = torch.tensor([[4.0, 8.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     parts = {"rewards": rewards, "discounts": discounts, "next_obs": online_q, "weights": torch.ones(2)}
@@ -141,7 +140,6 @@ def test_dqn_targets_by_hand():
 
 
 def test_dueling_values_by_hand():
-    """The state's value plus advantages less their mean, from two streams."""
     network, obs = dqn_ddp.QNetwork(VECTOR, 4, True, "auto", True), torch.randn(6, 3)
     features = network.network(obs)
     assert {*network.head.parameters()}.isdisjoint(network.value_head.parameters()) and len(network.value_head) == 3

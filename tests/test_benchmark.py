@@ -96,7 +96,6 @@ def test_every_command_is_accepted(suite):
 
 
 def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
-    """Ended after a checkpoint, it is recorded as the curve of one that was not."""
     name = "CartPole-v1__ppo_ddp__w1__s1"
     flags = "--eval-every 0 --num-envs 8 --num-steps 32 --checkpoint-every 2048 --total-timesteps 32768"
     suite = f'from benchmark.suites import work\nSUITE = [work("ppo_ddp.py", "CartPole-v1", "{flags}", {{1: (1,)}})]'
@@ -158,7 +157,6 @@ def test_a_script_that_git_does_not_track_is_recorded(tmp_path):
 
 
 def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, capsys):
-    """Refused with what to do, and untouched; --replace replaces it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # those of the tests stay
     curve = Path("runs/results/tiny/CartPole-v1__ppo_ddp__w1__s1.csv")

@@ -84,11 +84,9 @@ def test_fifty_kills(case, tmp_path):
 SMALL = {"num_envs": 2, "cuda": False, "eval_every": 0, "num_threads": 1}
 RUNS = {
     ppo_ddp: {"num_steps": 8, "num_minibatches": 2, "total_timesteps": 80, "checkpoint_every": 16, "norm_obs": True},
-    dqn_ddp: {
-        **{"total_timesteps": 200, "learning_starts": 20, "buffer_size": 60, "batch_size": 8, "checkpoint_every": 50},
-        **{"prioritized": True, "log_every": 40},
-    },
+    dqn_ddp: {"total_timesteps": 200, "learning_starts": 20, "buffer_size": 60, "batch_size": 8, "log_every": 40},
 }
+RUNS[dqn_ddp] |= {"checkpoint_every": 50, "prioritized": True}
 
 
 def continued(module, run_dir, **changes) -> Run:
@@ -236,7 +234,6 @@ def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path
 
 
 def test_a_finished_run_repeats_its_end(tmp_path):
-    """The same rows and the same model; without --resume it is refused."""
     done = continued(ppo_ddp, tmp_path, save_model=True)
     rows, model = done.rows, done.model
     done = continued(ppo_ddp, tmp_path, save_model=True)
@@ -341,8 +338,6 @@ SIMULATORS = ("CartPole-v1", "MinAtar/Breakout-v1", "ALE/Breakout-v5", "LunarLan
 
 @pytest.mark.parametrize("env_id", SIMULATORS)
 def test_what_environments_did_before_a_start_does_not_matter(env_id):
-    """A used environment and a new one, started at one checkpoint, give the same."""
-
     def played(before: int, checkpoint: int) -> list[np.ndarray]:
         envs = Environments(ppo_ddp.Args(env_id=env_id), TRAINING, [range(2)], World(cuda=False))
         envs.single_action_space.seed(0)

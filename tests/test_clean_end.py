@@ -6,7 +6,8 @@ import random
 import re
 import signal
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -174,8 +175,7 @@ def test_a_run_whose_second_rank_never_comes_says_so(tmp_path):
     assert run.code == 1 and "waiting for clients. 1/2 clients joined." in run.err, run.err
 
 
-@dataclass
-class Fault:
+class Fault(NamedTuple):
     """A command, what must come of it, and what is done to it once it has written three rows."""
 
     script: str
@@ -184,7 +184,7 @@ class Fault:
     says: str = ""  # with code 2 in the one message
     processes: int = 1
     kill: tuple[int, int] | None = None  # which process of its family, and the signal
-    env: dict[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = {}
 
 
 PLAIN = "--env-id tests.envs:Plain-v0 --env-kwargs"

@@ -118,7 +118,6 @@ def test_a_dictionary_of_vectors_is_one_vector():
 
 
 def test_options_reach_the_simulator():
-    """EnvPool's, gymnasium's, ALE's own and MuJoCo's."""
     assert first("CartPole-v1")[1].tolist() == [1, 1]
     assert first("CartPole-v1", '{"sutton_barto_reward": true}')[1].tolist() == [0, 0]
     for env_id in ("ALE/Breakout-v5", "envpool/Breakout-v5"):

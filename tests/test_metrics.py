@@ -169,7 +169,6 @@ SETTINGS = {
 
 
 def another(name: str, value) -> bool | int | float | str:
-    """Of a flag with this value."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

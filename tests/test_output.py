@@ -127,8 +127,7 @@ def test_a_terminal_has_a_bar_with_the_time_left(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_columns_lack_is_told_on_every_rank(rank, tmp_path, monkeypatch):
-    """And nothing of the row is written."""
+def test_a_name_that_columns_lack_is_told_on_every_rank(rank, tmp_path):
     world = World(cuda=False)
     world.rank = rank
     with Logger(dqn_ddp.Args(run_dir=str(tmp_path)), Path("dqn_ddp.py"), ("losses/td_loss",), world) as logger:
@@ -152,7 +151,6 @@ def test_the_default_directory_names_the_run_and_is_no_other_run_s(tmp_path, mon
 
 
 def test_a_copied_script_runs(tmp_path):
-    """The script and `common/`, as its docstring says, alone in a folder."""
     assert all("copy this file and `common/`" in (ROOT / name).read_text() for name in ALL)
     shutil.copy(ROOT / "ppg_ddp.py", tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
@@ -165,7 +163,6 @@ def test_a_copied_script_runs(tmp_path):
 
 
 def test_help_names_every_flag(capsys):
-    """Each flag has its meaning; what everybody sets stands first."""
     for script, module in ALL.items():
         with pytest.raises(SystemExit, match="^0$"):
             parse(module.Args, ["--help"])
@@ -263,7 +260,6 @@ def wandb_records(path: Path) -> list:
 
 
 def wandb_history(records: list) -> list[dict]:
-    """The rows among records, with wandb's own columns."""
     rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
 

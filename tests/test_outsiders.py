@@ -33,13 +33,11 @@ REPLAY = f"--env-id {PLAIN} --total-timesteps 256 --learning-starts 64 --buffer-
 
 
 def options(**given: object) -> str:
-    """`--env-kwargs` without a blank."""
     text = ",".join(f'"{name}":{value}' if name != "how" else f'"how":"{value}"' for name, value in given.items())
     return f"--env-kwargs {{{text}}}"
 
 
 def rows_of(module, flags: str, run_dir: Path) -> list[dict[str, str]]:
-    """The rows of a run in this process."""
     module.main(parse(module.Args, [*flags.split(), "--run-dir", str(run_dir)]))
     return Run(0, "", "", run_dir).rows
 

@@ -1,7 +1,6 @@
 """One replay buffer over all ranks: draws, n-step returns, frame stacks; when learning begins."""
 
 import gc
-from importlib.util import find_spec
 
 import gymnasium as gym
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_simulators import ENVPOOL
 
 import dqn_ddp
 import sac_ddp
@@ -17,7 +17,6 @@ from common.processes import BadInput, World
 from common.replay import ReplayBuffer
 from runs import run, train
 
-ENVPOOL = pytest.mark.skipif(find_spec("envpool") is None, reason="pip install envpool==1.2.5")
 VECTOR = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
 
@@ -66,7 +65,6 @@ def on_all(buffers: list[ReplayBuffer], method) -> list:
 
 
 def sample_all(buffers: list[ReplayBuffer], batch_size: int, seed: int, beta: float = 0.5) -> list:
-    """`sample` on every rank, each with the generator of the same seed."""
     return on_all(buffers, lambda buffer: buffer.sample(batch_size, torch.Generator().manual_seed(seed), beta))
 
 
@@ -91,7 +89,6 @@ def fill(buffers: list[ReplayBuffer], steps: int, seed: int = 0, end: float = 0.
 @pytest.mark.parametrize("alpha, n_step", [(0.0, 1), (0.0, 3), (0.6, 1), (0.6, 3)])
 @pytest.mark.parametrize("world_size, num_shards", [(2, 2), (4, 4), (1, 4), (2, 4)])
 def test_shards_are_one_buffer(alpha, n_step, world_size, num_shards):
-    """Place by place; and draw after draw the same indices, weights and transitions."""
     whole, parts = ranks(1, alpha=alpha, n_step=n_step), ranks(world_size, num_shards, alpha=alpha, n_step=n_step)
     local = 64 // num_shards  # places of a shard
     for draw in range(25):
@@ -288,7 +285,6 @@ def test_no_gradient_step_before_something_can_be_sampled(tmp_path):
 
 
 def test_the_smallest_budget_has_a_gradient_step(tmp_path):
-    """What the refusal names takes exactly one gradient step."""
     sizes = {"num_envs": 8, "train_frequency": 3, "learning_starts": 20, "buffer_size": 80, "batch_size": 4}
     with pytest.raises(BadInput, match="--total-timesteps 23: must be at least 24,"):
         dqn_ddp.Args(total_timesteps=23, log_every=1, **sizes)

@@ -37,7 +37,6 @@ def transitions(vectorization: str, *quirks: str) -> list:
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_simulators_with_quirks_give_the_same_transitions_as_one_without(vectorization):
-    """In this process and in processes of their own."""
     plain = transitions("sync")
     assert plain == transitions(vectorization, "infos", "buffer", "int32")
     assert plain == transitions(vectorization, "lists", "int8")
@@ -79,7 +78,6 @@ def test_what_is_not_finite_is_told_with_its_environment_and_step(what):
 
 
 def test_evaluations_change_nothing_that_an_environment_draws_from_libraries(tmp_path):
-    """From `random` and `numpy.random`, which all environments of a process share."""
     flags = "--env-id tests.envs:LibraryCartPole-v0 --num-steps 16 --total-timesteps 256 --eval-episodes 2 --save-model"
     never, often = (run("ppo_ddp.py", 1, f"{flags} --eval-every {x}", tmp_path / x) for x in ("0", "64"))
     assert len(often.column("eval/episodic_return")) == 5

@@ -27,7 +27,6 @@ LEARNS = {
 
 @pytest.mark.parametrize("what", LEARNS)
 def test_a_script_learns(what, tmp_path):
-    """An evaluation reaches a return, not the one before learning; there the run ends."""
     script, size, flags, period, goal = LEARNS[what]
     flags += f" --eval-every {period} --stop-at-return {goal}"
     result = run(f"{script}_ddp.py", size, flags, tmp_path / "run", dtype="float32")
@@ -43,7 +42,6 @@ IMAGES = {
 
 @pytest.mark.parametrize("script", IMAGES)
 def test_images_of_either_order_are_the_same_pixels(script, tmp_path):
-    """(height, width, channels) or (channels, height, width): the same bytes."""
     options = '{"shape":[12,9,4],"dtype":"uint8","actions":[3,0],"end":0.1,"cut":0.1}'
     flags = f"{IMAGES[script]} --total-timesteps 512 --eval-every 256 --eval-episodes 2 --env-kwargs {options}"
     last, first = (
