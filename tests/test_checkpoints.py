@@ -260,7 +260,6 @@ class MoreArgs(ppo_ddp.Args):
 
 
 def test_flags_of_ones_own_that_json_has_no_type_for(tmp_path):
-    """A tuple: the run goes on, and another value is refused."""
     flags = SMALL | RUNS[ppo_ddp] | {"run_dir": str(tmp_path), "resume": True}
     ppo_ddp.main(MoreArgs(**flags))
     with pytest.raises(BadInput, match="^--widths .*: must be .* to go on with"):
