@@ -250,7 +250,7 @@ def train(args: Args, run: Run) -> None:
             random_actions = (noise[:, 1, local_envs] * num_actions).astype(np.int64)
         if run.needs_reset:  # at the beginning, and after a checkpoint
             obs = run.reset_environments()
-            rb.start(obs)
+            rb.observe(obs)
         explored = run.global_step / max(1.0, args.exploration_fraction * budget)
         epsilon = linear_schedule(args.start_e, args.end_e, explored)
         greedy = noise[step % NOISE_STEPS, 0] >= epsilon

@@ -18,26 +18,24 @@ iterations, where the policy network learns the value function without changing 
 its own Adam, whose state persists; the auxiliary one moves all networks. Keep rewards normalised: value
 losses of large returns drown the KL term, and the policy is lost.
 
-Differences from the references (1 to 8: OpenAI Baselines' ppo2; then OpenAI's phasic-policy-gradient):
+Differences from the references (1 to 7: OpenAI Baselines' ppo2; then OpenAI's phasic-policy-gradient):
 1. Sizes are totals over all ranks (`--num-steps`: per environment). Environment i draws the same noise
    and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout acts by numpy for vectors; old log-probabilities are computed after it.
-5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
-6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10. Box actions between finite bounds
+4. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
+5. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
+6. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
+7. In `common/`: normalised observations and rewards are clipped at +-10. Box actions between finite bounds
    are learned in units of [-1, 1]; they are clipped and mapped to the bounds on the way to the simulator.
    Atari games have no sticky actions. A checkpoint truncates all running episodes.
-9. Policy and value losses share epochs (`--update-epochs`), minibatches and one Adam, which is no
+8. Policy and value losses share epochs (`--update-epochs`), minibatches and one Adam, which is no
    difference at the paper's E_pi = E_V = 1. The reference's weight of the value loss is `--vf-coef 1`.
-10. Gradient norms are clipped in both phases, and learning rates are annealed.
-11. Both phases shuffle single steps; the reference shuffles whole rollouts.
-12. Layers start orthogonal, as in PPO; the reference scales the weights of each output to one norm.
-13. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
-14. Phases and batches are small by default; the paper's, for Procgen, are in the suite `procgen`
-    (benchmark/suites.py). There, a time limit is a truncation; in the reference, a termination.
+9. Gradient norms are clipped in both phases, and learning rates are annealed.
+10. Both phases shuffle single steps; the reference shuffles whole rollouts.
+11. Layers start orthogonal, as in PPO; the reference scales the weights of each output to one norm.
+12. Rewards are normalised with `--gamma`; the reference's normaliser keeps 0.99 whatever the discount.
+13. Phases and batches are small by default; the paper's, for Procgen, are in the suite `procgen`.
 """
 
 import math
@@ -200,9 +198,11 @@ class Agent(nn.Module):
         """out (n, k) -> the most probable actions, (n,) or (n, d)."""
         return out.argmax(-1) if self.discrete else out
 
-    def pi(self, out: torch.Tensor) -> torch.Tensor:
-        """out (B, k) -> the whole policy (B, .): logits, or means and log standard deviations."""
-        return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1)
+    def pi(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, *shape) -> the whole policy (B, .), logits or means and log standard deviations; and what they read."""
+        features = self.actor[:-1](obs)
+        out = self.actor[-1](features)
+        return out if self.discrete else torch.cat([out, self.log_std.expand_as(out)], -1), features
 
     def kl_divergence(self, old_pi: torch.Tensor, pi: torch.Tensor) -> torch.Tensor:
         """KL(old_pi || pi) of (B, .) -> (B,)."""
@@ -276,8 +276,7 @@ class AuxLoss(nn.Module):
 
     def forward(self, obs: torch.Tensor, returns: torch.Tensor, old_pi: torch.Tensor) -> tuple[torch.Tensor, dict]:
         """obs (B, *shape), returns (B,), old_pi (B, .) -> the loss and, detached, its parts, as in `PPOLoss`."""
-        features = self.agent.actor[:-1](obs)
-        pi = self.agent.pi(self.agent.actor[-1](features))
+        pi, features = self.agent.pi(obs)
         aux_v_loss = 0.5 * ((self.aux_critic(features).squeeze(-1) - returns) ** 2).mean()
         kl_loss = self.agent.kl_divergence(old_pi, pi).mean()
         v_loss = 0.5 * ((self.agent.critic(obs).squeeze(-1) - returns) ** 2).mean()
@@ -481,7 +480,7 @@ def train(args: Args, run: Run) -> None:
             all_obs = phase_obs.reshape(-1, *phase_obs.shape[2:])  # (n_pi * num_steps, n, *shape): a GPU may hold less
             all_returns = torch.cat([*phase_returns])
             parts = (run.upload(obs_moments.normalized(x)) for x in phase_obs)  # one at a time
-            old_pi = [run.by_shard(lambda x: [agent.pi(agent.actor(x))], part)[0] for part in parts]
+            old_pi = [run.by_shard(agent.pi, part)[0] for part in parts]
             old_pi = torch.cat(old_pi).flatten(0, 1)  # to be preserved
             draws = torch.rand(args.aux_epochs, args.num_envs, len(all_obs), generator=generator)
             aux_inds = minibatch_inds(draws[:, local_envs], args.num_aux_minibatches)

@@ -17,11 +17,10 @@ Differences from the reference (OpenAI Baselines' ppo2, as CleanRL's ppo.py lays
    and fills the same places of minibatches, whichever rank holds it.
 2. A minibatch holds the same number of steps of every environment.
 3. Truncation bootstraps from the value of the last observation, termination does not.
-4. The rollout acts by numpy for vectors; old log-probabilities are computed after it.
-5. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
-6. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
-7. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
-8. In `common/`: normalised observations and rewards are clipped at +-10. Box actions between finite bounds
+4. `--target-kl` decides on the epoch's mean over all ranks; running moments move once per iteration.
+5. Rewards are divided by a running standard deviation by default, Atari's after taking their sign.
+6. Logged losses are means over all minibatches of an iteration; CleanRL logs the last minibatch's.
+7. In `common/`: normalised observations and rewards are clipped at +-10. Box actions between finite bounds
    are learned in units of [-1, 1]; they are clipped and mapped to the bounds on the way to the simulator.
    Atari games have no sticky actions. A checkpoint truncates all running episodes.
 """

@@ -290,7 +290,7 @@ def train(args: Args, run: Run) -> None:
         # act; every process draws the noise of all environments and keeps that of its own
         if run.needs_reset:  # at the beginning, and after a checkpoint
             obs = run.reset_environments()
-            rb.start(obs)
+            rb.observe(obs)
         uniform = run.global_step < args.learning_starts
         draw = torch.rand if uniform else torch.randn
         noise = draw(args.num_envs, action_size, generator=generator)[local_envs].to(run.device)

@@ -340,7 +340,7 @@ def replay_latency(repetitions: int, side: int = 1000) -> None:
     yes = np.ones(side, bool)
     with world.open(600):
         rb = ReplayBuffer(side**2, side, world, Box(-1, 1, (4,), np.float32), (), np.dtype(np.int64), alpha=0.6)
-        rb.start(obs)
+        rb.observe(obs)
         for _ in range(side):
             infos = {"final_obs": {}, "episode_ended": yes}
             rb.add(np.zeros(side, np.int64), np.ones(side), yes, ~yes, obs, infos)

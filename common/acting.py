@@ -72,9 +72,8 @@ class Policy:
         self.steps = [self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
         self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
         if vectors and not all(self.steps):
-            name = type(self.module).__name__
             reason = "it is not Linear, Tanh and ReLU, one after another"
-            self.note(f"{name} acts by torch, more slowly than by numpy ({reason})")
+            self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
 
     def _traced(self, part: np.ndarray) -> list[list[nn.Module]]:
         """For each result, the layers that make it of a shard's observations; none where other code takes part."""
@@ -108,11 +107,10 @@ class Policy:
         if not traced:
             return []
         steps = []
-        expected = self._torch(obs)
-        for result, layers in zip(expected, traced, strict=True):
+        for result, layers in zip(self._torch(obs), traced, strict=True):
             weights = [(type(layer), *(p.detach().cpu().numpy().T for p in layer.parameters())) for layer in layers]
             steps.append((result.shape[1:], weights))
-        for result, x in zip(expected, self._numpy(obs, steps), strict=True):
+            [x] = self._numpy(obs, steps[-1:])
             size = np.abs(result).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
             if not np.allclose(x, result, rtol=0.0, atol=1e-4 * size, equal_nan=True):
                 traced.clear()

@@ -14,48 +14,35 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from numbers import Real
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import tyro
 
 from common.processes import BadInput, Stopped, end_now, end_with_parent
 
-
-class Range(NamedTuple):
-    """The values of a flag for which `valid` is true (not for NaN); `needed` describes them."""
-
-    valid: Callable[[Any], bool]
-    needed: str
-
-
-Count = Annotated[int, Range(lambda x: x >= 1, "an integer of at least 1")]
-Whole = Annotated[int, Range(lambda x: x >= 0, "an integer of at least 0")]
+# the type of a flag, which values are valid (NaN is not), and what they are called
+Count = Annotated[int, (lambda x: x >= 1, "an integer of at least 1")]
+Whole = Annotated[int, (lambda x: x >= 0, "an integer of at least 0")]
 Period = Whole  # 0: never
-Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "a number above 0")]
-Weight = Annotated[float, Range(lambda x: 0 <= x < math.inf, "a number of at least 0")]
-Fraction = Annotated[float, Range(lambda x: 0 <= x <= 1, "a number from 0 to 1")]
-Rate = Annotated[float, Range(lambda x: 0 < x <= 1, "a number above 0, at most 1")]
-Norm = Annotated[float, Range(lambda x: x > 0, "a number above 0 (inf: no clipping)")]
-Seed = Annotated[int, Range(lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
-Seconds = Annotated[float, Range(lambda x: 2 <= x <= 1e6, "a number from 2 to 1e6")]
-Return = Annotated[float, Range(lambda x: x > -math.inf, "a number")]
+Positive = Annotated[float, (lambda x: 0 < x < math.inf, "a number above 0")]
+Weight = Annotated[float, (lambda x: 0 <= x < math.inf, "a number of at least 0")]
+Fraction = Annotated[float, (lambda x: 0 <= x <= 1, "a number from 0 to 1")]
+Rate = Annotated[float, (lambda x: 0 < x <= 1, "a number above 0, at most 1")]
+Norm = Annotated[float, (lambda x: x > 0, "a number above 0 (inf: no clipping)")]
+Seed = Annotated[int, (lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")]
+Seconds = Annotated[float, (lambda x: 2 <= x <= 1e6, "a number from 2 to 1e6")]
+Return = Annotated[float, (lambda x: x > -math.inf, "a number")]
 
 TYPES = {  # of flags; a program may give numpy's numbers, paths, and 1e5 for 100000
-    bool: Range(lambda x: isinstance(x, bool | np.bool_), "True or False"),
-    int: Range(lambda x: isinstance(x, Real) and type(x) is not bool and float(x).is_integer(), "an integer"),
-    float: Range(lambda x: isinstance(x, Real) and type(x) is not bool, "a number"),
-    str: Range(lambda x: isinstance(x, str | os.PathLike), "text"),
+    bool: (lambda x: isinstance(x, bool | np.bool_), "True or False"),
+    int: (lambda x: isinstance(x, Real) and type(x) is not bool and float(x).is_integer(), "an integer"),
+    float: (lambda x: isinstance(x, Real) and type(x) is not bool, "a number"),
+    str: (lambda x: isinstance(x, str | os.PathLike), "text"),
 }
 
-# --help shows the flags under these titles, and all others under "algorithm"
-GROUPS = {
-    "experiment": "env_id env_kwargs total_timesteps num_envs seed shards checkpoint_every load_model",
-    "algorithm": "",
-    "evaluation": "eval_every eval_episodes stop_at_return capture_video",
-    "run": "resume cuda compile num_threads vectorization timeout",
-    "output": "run_dir save_model log_every track wandb_project_name wandb_entity tensorboard",
-}
+# --help shows shared flags, from each of these on, under a title, and a script's own under "algorithm"
+TITLES = {"env_id": "experiment", "eval_every": "evaluation", "resume": "run", "run_dir": "output"}
 # these change no number and no row (--cuda changes roundings, and that is printed)
 MAY_CHANGE_ON_RESUME = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard"}
 MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "timeout", "cuda"}
@@ -124,10 +111,7 @@ class RunArgs:
     def __post_init__(self) -> None:
         """Raise `BadInput`, naming the flag, for a value outside its range, and for flags that do not fit."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
-            try:
-                setattr(self, name, converted(getattr(self, name), hint))
-            except ValueError as error:
-                self.require(False, name, str(error))
+            self._convert(name, hint)
         try:
             options = json.loads(self.env_kwargs)
         except ValueError:
@@ -142,6 +126,24 @@ class RunArgs:
         self.require(bool(self.run_dir) or not self.resume, "run_dir", "a directory with --resume")
         resumable = self.checkpoint_every > 0 or not self.resume
         self.require(resumable, "checkpoint_every", "at least 1 with --resume")
+
+    def _convert(self, name: str, hint: Any) -> None:
+        """Give a field its value as the type `hint` has it; raise `BadInput` where that has no such value."""
+        value = getattr(self, name)
+        options = get_args(hint)
+        if NoneType in options:
+            if value is not None:
+                self._convert(name, options[0])
+        elif get_origin(hint) is Annotated:
+            self._convert(name, options[0])
+            valid, needed = options[1]
+            self.require(valid(getattr(self, name)), name, needed)
+        elif get_origin(hint) is Literal:
+            self.require(value in options, name, " or ".join(options))
+        elif hint in TYPES:
+            valid, needed = TYPES[hint]
+            self.require(valid(value), name, needed)
+            setattr(self, name, hint(value))
 
     def require(self, valid: bool, name: str, needed: str) -> None:
         """Raise `BadInput`, naming the flag of the field `name`, unless `valid`."""
@@ -164,26 +166,6 @@ class RunArgs:
         """All flags as they are read back from config.json."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    def experiment(self) -> dict[str, Any]:
-        """The flags on which numbers or rows depend."""
-        return {name: value for name, value in self.as_json().items() if name not in MAY_CHANGE_ON_RESUME}
-
-
-def converted(value: Any, hint: Any) -> Any:
-    """A value as a field of the type `hint` has it. Raises `ValueError`, which says what is needed."""
-    options = get_args(hint)
-    if NoneType in options:
-        return None if value is None else converted(value, options[0])
-    valid, needed = TYPES.get(hint, (lambda x: True, ""))
-    if get_origin(hint) is Annotated:
-        value = converted(value, options[0])
-        valid, needed = options[1]
-    elif get_origin(hint) is Literal:
-        valid, needed = options.__contains__, " or ".join(options)
-    if not valid(value):
-        raise ValueError(needed)
-    return hint(value) if hint in TYPES else value
-
 
 def flag(name: str) -> str:
     """The command line's spelling of a field."""
@@ -191,7 +173,7 @@ def flag(name: str) -> str:
 
 
 def parse(args_type: type[RunArgs], words: list[str], prints: bool = True) -> RunArgs:
-    """The command line's `words` as an instance of `args_type`; --help has the titles of `GROUPS`."""
+    """The command line's `words` as an instance of `args_type`; --help has the titles of `TITLES`."""
     fields = {field.name: field for field in dataclasses.fields(args_type)}
     switches = {flag(name) for name, field in fields.items() if field.type is bool}
     plain = []  # --flag=False and --flag False, as sweeps write them, are --no-flag
@@ -207,8 +189,11 @@ def parse(args_type: type[RunArgs], words: list[str], prints: bool = True) -> Ru
         if value.lower() not in ("true", "false"):
             raise BadInput(f"{name} {value}: must be True or False.")
         plain.append(name if value.lower() == "true" else f"--no-{name[2:]}")
-    groups = {title: fields.keys() & {*names.split()} for title, names in GROUPS.items()}
-    groups["algorithm"] = fields.keys() - {*" ".join(GROUPS.values()).split()}
+    groups: dict[str, list[str]] = {"experiment": [], "algorithm": []}
+    title = ""
+    for name in fields:
+        title = TITLES.get(name, title) if name in RunArgs.__dataclass_fields__ else "algorithm"
+        groups.setdefault(title, []).append(name)
     boxes = []  # tyro shows a nested dataclass as a box, without the fields that are not for `__init__`
     for title, names in groups.items():
         hidden = [(x, Any, dataclasses.field(default=fields[x].default, init=False)) for x in fields if x not in names]

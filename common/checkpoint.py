@@ -7,7 +7,6 @@ ranks) and a file for each shard of a replay buffer, and gets its name when it i
 
 import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ class Checkpoints:
         self.logger = logger
         self.replay = replay
         self.shards = range(0) if replay is None else world.shards
-        self.kept: list[Path] = []  # folders, at most two
         self.state = {**state, "torch": torch.default_generator}
         if world.world_size > 2 and not world.sharded:
             # three ranks' sums depend on DDP's buckets, which each start lays out anew
@@ -56,7 +54,6 @@ class Checkpoints:
             faults = [x for x in self.world.gather_objects(fault) if x]  # collective
             if not faults:
                 restore(self.state, saved, f"--run-dir {folder}")
-                self.kept = [folder]
                 self.logger.note(f"going on from {folder}")
                 return saved["run"]
             self.logger.note(f"{folder}: cannot be read ({faults[0]}); looking for an older checkpoint")
@@ -93,10 +90,9 @@ class Checkpoints:
             return
         shutil.rmtree(folder, ignore_errors=True)  # one that could not be read
         part.rename(folder)
-        self.kept = [*self.kept[-1:], folder]
-        for path in self.dir.iterdir():
-            if path.name.isdecimal() and path not in self.kept:
-                shutil.rmtree(path, ignore_errors=True)
+        steps = sorted(int(path.name) for path in self.dir.iterdir() if path.name.isdecimal())
+        for step in steps[:-2]:
+            shutil.rmtree(self.dir / str(step), ignore_errors=True)
 
 
 def load_model(args: RunArgs, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 
-from common.processes import BadInput, World, end_with_parent, generators_kept, one_line
+from common.processes import BadInput, World, end_with_parent, one_line
 from common.tensors import default_float
 
 TRAINING, EVALUATION, RESTART = range(3)  # seed domains
@@ -41,10 +41,11 @@ class Environments:
     that ended. Raises `BadInput` naming --env-id.
     """
 
-    def __init__(self, args: Any, domain: int, parts: list[range], world: World) -> None:
+    def __init__(self, args: Any, domain: int, parts: list[range], world: World, draws: bool = False) -> None:
         self.args = args
         self.domain = domain
         self.world = world
+        self.draws = draws  # for films
         self.indices = np.concatenate(parts)
         self.num_envs = len(self.indices)
         name = "environment" if domain == TRAINING else "evaluation episode"
@@ -81,9 +82,8 @@ class Environments:
     def _make(self) -> VectorEnv:
         args = self.args
         seed_libraries(environment_seeds(args.seed, self.domain, self.indices[:1])[0])
-        life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
         try:
-            return make_vec(args, self.names, args.num_threads or self.world.cores, life_loss)
+            return self._vector()
         except (gym.error.Error, ImportError, TypeError) as error:
             if isinstance(error, TypeError) and "argument" not in str(error):  # the constructor's own
                 raise
@@ -91,6 +91,36 @@ class Environments:
             advice = " (if a package or a file of yours registers it: MODULE:ID)" if unknown else ""
             options = f" --env-kwargs {args.env_kwargs}" if args.env_kwargs != "{}" else ""
             raise BadInput(f"--env-id {args.env_id}{options}: {one_line(error)}{advice}") from error
+
+    def _vector(self) -> VectorEnv:
+        """The bare environments of --env-id, which reset in the step that ends an episode."""
+        args = self.args
+        threads = min(args.num_threads or self.world.cores, self.num_envs)
+        life_loss = self.domain == TRAINING and getattr(args, "life_loss", False)
+        options = json.loads(args.env_kwargs)
+        same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        if self.draws and self.family != "ALE":
+            options = {"render_mode": "rgb_array"} | options
+        if self.family == "envpool":
+            from common.pool import Pool
+
+            return Pool(args.env_id.removeprefix("envpool/"), self.num_envs, threads, life_loss, options)
+        if self.family == "ALE":
+            import ale_py
+
+            gym.register_envs(ale_py)
+            own = same_step | {
+                "num_threads": threads,
+                "life_loss_info": life_loss,
+                "reward_clipping": False,  # statistics count the score; scripts take the sign
+            }
+            options = {"repeat_action_probability": 0.0} | options  # as in NoFrameskip-v4's published results
+            if self.draws:
+                options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
+            return gym.make_vec(args.env_id, self.num_envs, vectorization_mode="vector_entry_point", **own, **options)
+        kind = AsyncVectorEnv if args.vectorization == "async" else SyncVectorEnv
+        makers = [partial(Simulator, args.env_id, options, name) for name in self.names]
+        return kind(makers, **same_step, copy=False)  # scripts copy what they keep
 
     def reset(self, checkpoint: int = 0) -> np.ndarray:
         """Start an episode in every environment -> observations (n, *shape). `checkpoint`: the last one's.
@@ -188,38 +218,6 @@ class Environments:
                 raise FloatingPointError(f"{where}: {what} is not finite, or too large for {default_float()}")
 
 
-def make_vec(args: Any, names: list[str], threads: int, life_loss: bool, draws: bool = False) -> VectorEnv:
-    """The bare environments of --env-id, which reset in the step that ends an episode. `draws`: for films."""
-    num_envs = len(names)
-    options = json.loads(args.env_kwargs)
-    same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    family = args.env_id.partition("/")[0]
-    if draws and family != "ALE":
-        options = {"render_mode": "rgb_array"} | options
-    if family == "envpool":
-        from common.pool import Pool
-
-        return Pool(args.env_id.removeprefix("envpool/"), num_envs, threads, life_loss, options)
-    if family == "ALE":
-        import ale_py
-
-        gym.register_envs(ale_py)
-        own = same_step | {
-            "num_threads": min(threads, num_envs),
-            "life_loss_info": life_loss,
-            "reward_clipping": False,  # statistics count the score; scripts take the sign
-        }
-        if "game" in options:
-            raise gym.error.Error("game is what --env-id says; leave it out")
-        options = {"repeat_action_probability": 0.0} | options  # as in NoFrameskip-v4's published results
-        if draws:
-            options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
-        return gym.make_vec(args.env_id, num_envs, vectorization_mode="vector_entry_point", **own, **options)
-    kind = AsyncVectorEnv if args.vectorization == "async" else SyncVectorEnv
-    makers = [partial(Simulator, args.env_id, options, name) for name in names]
-    return kind(makers, **same_step, copy=False)  # scripts copy what they keep
-
-
 def seed_libraries(seed: int) -> None:
     """Seed what an environment may draw from beside its own generator: `random` and `numpy.random`."""
     random.seed(seed)
@@ -262,11 +260,7 @@ class Simulator(gym.Wrapper):
                 seed_libraries(seed)
         if self.minatar:
             self.unwrapped.game.last_action = 0  # it may stick, and MinAtar keeps it over a reset
-        try:
-            obs, _ = self.env.reset(seed=seed, options=options)
-        except Exception as error:
-            error.add_note(f"{self.name}, its reset after step {self.num_steps}")
-            raise
+        obs, _ = self.env.reset(seed=seed, options=options)
         obs = np.asarray(obs)
         space = self.observation_space
         if obs.shape != space.shape or not np.can_cast(obs.dtype, space.dtype, "same_kind"):
@@ -307,13 +301,11 @@ def with_vectors(env: gym.Env) -> gym.Env:
 
 
 class Episode(NamedTuple):
-    seed: int
     first_obs: np.ndarray  # of all of the rank's episodes
-    actions: list[np.ndarray]  # as the simulator took them, with --capture-video
+    actions: list[np.ndarray]  # with --capture-video
     episodic_return: float
 
 
-@generators_kept()
 def evaluate(
     act: Callable[[np.ndarray], np.ndarray], args: Any, world: World, note: Callable[[str], None] = print
 ) -> tuple[dict[str, float], Episode | None]:
@@ -336,7 +328,7 @@ def evaluate(
         if playing.any():
             actions = np.concatenate([act(obs[shard]) for shard in envs.shards])
             if playing[0] and args.capture_video and world.rank == 0:
-                first_actions.append(np.array(envs.for_simulator(actions)[0]))
+                first_actions.append(np.array(actions[0]))
             obs, *_ = envs.step(actions)
             for episode_return, length, i in envs.finished:
                 if playing[i]:  # the first episode of each counts
@@ -357,4 +349,4 @@ def evaluate(
     returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective
     row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean()}
     row |= {"eval/episodes": episodes, "time/eval": time.perf_counter() - start}
-    return row, Episode(envs.seeds[0], first_obs, first_actions, results[0, 0]) if envs else None
+    return row, Episode(first_obs, first_actions, results[0, 0]) if envs else None

@@ -49,7 +49,6 @@ class Logger(ExitStack):
         self.dir: Path | None = None  # the run directory, on rank 0
         self.latest: dict[str, float] = {}  # the newest number of each column
         self.shown = 0.0  # when progress was shown
-        self.unshown = False  # whether there is a newer row
         self.evaluated = 0.0  # seconds of evaluations and films
         self.record = run_record(args, script, self.columns, world)
         self.wandb: Any = None
@@ -59,20 +58,26 @@ class Logger(ExitStack):
 
     def _open(self) -> None:
         args = self.args
+        env_id = args.env_id.replace("/", "-").replace(":", "-")
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: sweeps start runs at once
+        default = f"runs/{env_id}__{self.script.stem}__{args.seed}__{now}"
         try:
-            self.dir = Path(args.run_dir).absolute() if args.run_dir else new_directory(args, self.script)
-            self.dir.mkdir(parents=True, exist_ok=True)
+            self.dir = Path(args.run_dir or default).absolute()
+            self.dir.mkdir(parents=True, exist_ok=bool(args.run_dir))
             self.enter_context(filelock.FileLock(self.dir / "lock", timeout=LOCK_TIMEOUT))
         except filelock.Timeout as error:
-            fault = "another process is writing there; end it, or name another"
-            raise BadInput(f"--run-dir {self.dir}: {fault}.") from error
+            raise BadInput(f"--run-dir {self.dir}: another process is writing there; name another.") from error
         except OSError as error:
-            raise BadInput(f"--run-dir {args.run_dir}: cannot be written ({error.strerror}).") from error
+            raise BadInput(f"--run-dir {self.dir}: cannot be written ({error.strerror}).") from error
         config = self.dir / "config.json"
         resumed = args.resume and config.exists()
         if resumed:
             before = json.loads(config.read_text())
-            require_same_run(before, self.record)
+            if before["script"] != self.record["script"] or before["columns"] != self.record["columns"]:
+                raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or with other COLUMNS; name another.")
+            if args.shards is None and before["world_size"] != self.world.world_size:
+                needed = f"set from the start to go on on another number of processes than {before['world_size']}"
+                raise BadInput(f"--shards: must be {needed}.")
             fault = "no longer the same bytes as without a stop"
             self._compare(before, "to go on with --run-dir", fault, "before")
         elif config.exists() or (self.dir / "metrics.csv").exists():
@@ -150,7 +155,6 @@ class Logger(ExitStack):
             self.callback(self.tensorboard.close)
         self.bar = tqdm(total=total, file=sys.stdout, disable=not sys.stdout.isatty())
         self.callback(self.bar.close)
-        self.callback(self._show)
 
     def state(self) -> dict[str, float]:
         """The bytes of metrics.csv, all on the disk, and the seconds of the run so far."""
@@ -192,16 +196,13 @@ class Logger(ExitStack):
         for name, value in row.items() if self.tensorboard else ():
             self.tensorboard.add_scalar(name, value, step)
         self.latest |= row
-        self.unshown = True
-        if not self.bar.disable or "time/eval" in row or time.perf_counter() > self.shown + PROGRESS_PERIOD:
+        due = "time/eval" in row or step == self.total or time.perf_counter() > self.shown + PROGRESS_PERIOD
+        if due or not self.bar.disable:
             self._show()
 
     def _show(self) -> None:
-        """Show progress, if there is any: on a terminal in a bar with the time left, otherwise in a line."""
-        if not self.unshown:
-            return
+        """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
         self.shown = time.perf_counter()
-        self.unshown = False
         step = self.latest["global_step"]
         numbers = [f"{word} {self.latest[name]:,.1f}" for word, name in SHOWN.items() if name in self.latest]
         if self.bar.disable:
@@ -228,21 +229,10 @@ class Logger(ExitStack):
 
             started = time.perf_counter()
             try:
-                film(self.dir / "videos" / f"{global_step}.mp4", self.args, episode, self.world.feed)
+                film(self.dir / "videos" / f"{global_step}.mp4", self.args, self.world, episode)
             except Exception as error:  # a simulator's own, a missing display's, a full disk's
                 self.note(f"--capture-video: no film ({type(error).__name__}: {one_line(error)})")
             self.evaluated += time.perf_counter() - started
-
-
-def new_directory(args: RunArgs, script: Path) -> Path:
-    """Make the default directory of a run, which no other run has."""
-    env_id = args.env_id.replace("/", "-").replace(":", "-")
-    while True:
-        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
-        path = Path("runs", f"{env_id}__{script.stem}__{args.seed}__{now}").absolute()
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any] | None = None, text: str = "") -> None:
@@ -263,17 +253,13 @@ def git(script: Path, *words: str) -> str:
     return ""
 
 
-def sources(script: Path) -> str:
-    """A digest of the code of the script and of common/, where the script is not one file with it."""
-    paths = [script, *sorted(Path(__file__).parent.glob("*.py"))] if __package__ else [script]
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in paths), digest_size=8).hexdigest()
-
-
 def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: World) -> dict[str, Any]:
     """What a rerun must know: flags, code, processes, versions, processor."""
     device = processor()
     if world.device.type == "cuda":
         device = f"{torch.cuda.get_device_name(world.device)}; {device}"
+    code = [script, *sorted(Path(__file__).parent.glob("*.py"))] if __package__ else [script]  # it may be one file
+    digest = hashlib.blake2b(b"".join(path.read_bytes() for path in code), digest_size=8)
     blas = [x for x in threadpool_info() if x["user_api"] == "blas"]
     commit = git(script, "rev-parse", "--verify", "--quiet", "HEAD").strip() or None
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
@@ -290,7 +276,7 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
         "instructions": torch.backends.cpu.get_cpu_capability(),  # such as AVX512
         "threads": args.num_threads or (1 if world.sharded else world.cores),  # at most
         "blas": sorted(f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in blas),
-        "sources": sources(script),
+        "sources": digest.hexdigest(),
         "commit": commit,
         "changed": commit and bool(git(script, "status", "--porcelain", "--", script.name, "common")),
         "versions": versions,
@@ -302,12 +288,3 @@ def processor() -> str:
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
     return platform.processor() or platform.machine()
-
-
-def require_same_run(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `BadInput` unless the run that `now` describes may go on with `before`."""
-    if before["script"] != now["script"] or before["columns"] != now["columns"]:
-        raise BadInput(f"--run-dir: holds a run of {before['script']}.py, or with other COLUMNS; name another.")
-    if now["args"]["shards"] is None and before["world_size"] != now["world_size"]:
-        needed = f"set from the start to go on on another number of processes than {before['world_size']}"
-        raise BadInput(f"--shards: must be {needed}.")

@@ -20,7 +20,7 @@ class Pool(VectorEnv):
         import envpool
 
         self.num_envs = num_envs
-        self.make = partial(envpool.make_gymnasium, task, num_threads=min(threads, num_envs), **options)
+        self.make = partial(envpool.make_gymnasium, task, num_threads=threads, **options)
         try:
             one = self.make(num_envs=1, seed=[0])
         except (AssertionError, RuntimeError) as error:

@@ -148,7 +148,7 @@ class World:
         place = {"rank": self.rank, "world_size": self.world_size}
         dist.init_process_group(backend, store=store, timeout=limit, **place)
         if self.world_size > 1 and self.device.type == "cpu":
-            self.memory = share_memory(self.rank, self.world_size)  # collective
+            self.memory = share_memory(self.rank, self.gather_objects)  # collective
         self.store = store
 
     def _watch(self, timeout: float) -> None:

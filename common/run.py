@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from common.acting import Policy
-from common.arguments import RunArgs
+from common.arguments import MAY_CHANGE_ON_RESUME, RunArgs
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
-from common.processes import BadInput, Stopped, World, one_line, process_kept
+from common.processes import BadInput, Stopped, World, generators_kept, one_line, process_kept
 from common.shards import GRAPHS, Gradient, copied
 from common.tensors import check_equal, for_model, state_of, upload
 
@@ -56,7 +56,7 @@ class Run:
         self.needs_reset = True  # at the beginning and after each checkpoint
         self.global_step = 0  # at the last call of `evaluate_and_checkpoint`
         self.num_checkpoints = 0  # how many have been written
-        self.checkpoint_step = 0  # the last step at which a checkpoint was allowed, due or not
+        self.checkpoint_due = False
         if args.compile:
             torch.compiler.reset()  # torch keeps eight graphs of a function, over all runs of a process
 
@@ -165,7 +165,7 @@ class Run:
 
             self.checkpoints = Checkpoints(self.world, self.logger, self.state, self.replay)  # collective
             saved = self.checkpoints.read_newest() if args.resume else {}  # collective
-            self.global_step = self.checkpoint_step = saved.get("global_step", 0)
+            self.global_step = saved.get("global_step", 0)
             self.num_checkpoints = saved.get("num_checkpoints", 0)
         if args.load_model is not None and not self.global_step:
             from common.checkpoint import load_model
@@ -245,17 +245,17 @@ class Run:
             score = self._evaluate()  # collective
             if self.world.stop or (args.stop_at_return is not None and score >= args.stop_at_return):
                 return True
-        if may_checkpoint and not last:
-            due = crossed(args.checkpoint_every, self.checkpoint_step, global_step)
-            self.checkpoint_step = global_step
-            if due:
-                check_equal(global_step, self.state, self.world)  # collective
-                self.num_checkpoints += 1
-                self.checkpoints.write(global_step, self.num_checkpoints)  # collective
-                self.needs_reset = True
+        self.checkpoint_due |= crossed(args.checkpoint_every, before, global_step)
+        if self.checkpoint_due and may_checkpoint and not last:
+            self.checkpoint_due = False
+            check_equal(global_step, self.state, self.world)  # collective
+            self.num_checkpoints += 1
+            self.checkpoints.write(global_step, self.num_checkpoints)  # collective
+            self.needs_reset = True
         self.lap_start = time.perf_counter()
         return False
 
+    @generators_kept()
     def _evaluate(self) -> float:
         """Compare ranks, then play and log the evaluation -> its mean return."""
         check_equal(self.global_step, self.state, self.world)  # collective
@@ -273,7 +273,8 @@ class Run:
         """Compare ranks; write model.pt, with what is registered."""
         check_equal(self.global_step, self.state, self.world)  # collective
         if self.args.save_model and self.logger.enabled:
-            model = {"args": self.args.experiment(), "global_step": self.global_step}
+            args = {name: x for name, x in self.args.as_json().items() if name not in MAY_CHANGE_ON_RESUME}
+            model = {"args": args, "global_step": self.global_step}
             model |= {name: state_of(x) for name, x in for_model(self.state).items()}
             write_whole(self.logger.dir / "model.pt", partial(torch.save, model))
 

@@ -4,19 +4,17 @@ Played again, so that drawing, whatever it does to a simulator, does not change 
 """
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
 from common.arguments import RunArgs
-from common.environments import Episode, make_vec
-from common.processes import generators_kept
+from common.environments import EVALUATION, Environments, Episode
+from common.processes import World
 
 
-@generators_kept()
-def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[], None]) -> None:
+def film(path: Path, args: RunArgs, world: World, episode: Episode) -> None:
     """Write the episode as H.264 (mp4). Raises `ValueError` for another return than before."""
     import av
 
@@ -25,26 +23,22 @@ def film(path: Path, args: RunArgs, episode: Episode, feed_watchdog: Callable[[]
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     path.parent.mkdir(exist_ok=True)
     part = path.with_suffix(".part.mp4")
-    ale = args.env_id.startswith("ALE/")
     total = 0.0
-    envs = make_vec(args, ["film"], threads=1, life_loss=False, draws=True)
-    with closing(envs) as env, av.open(part, "w") as file:
-        games = ale or getattr(env, "atari", False)
-        rate = 15 if games else env.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
+    with closing(Environments(args, EVALUATION, [range(1)], world, draws=True)) as envs, av.open(part, "w") as file:
+        rate = 15 if envs.atari else envs.envs.metadata.get("render_fps") or 30  # Atari: four of 60 frames a step
         stream = file.add_stream("libx264", rate=round(rate), options={"crf": "18"})
         stream.pix_fmt = "yuv420p"
-        obs, _ = env.reset(seed=np.array([episode.seed]) if ale else [episode.seed])
+        obs = envs.reset()
         for action in episode.actions:
-            picture = obs[0, 0] if ale else env.render()[0]  # (height, width, 3)
+            picture = obs[0, 0] if envs.family == "ALE" else envs.envs.render()[0]  # (height, width, 3)
             if picture.dtype != np.uint8:  # MinAtar's, from 0 to 1
                 picture = (picture * 255).round().astype(np.uint8)
             picture = picture[: len(picture) // 2 * 2, : picture.shape[1] // 2 * 2]  # H.264 takes even sides
             if not stream.codec_context.is_open:
                 stream.height, stream.width, _ = picture.shape
             file.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")))
-            obs, rewards, *_ = env.step(action[None])
+            obs, rewards, *_ = envs.step(action[None])
             total += float(rewards[0])
-            feed_watchdog()
         file.mux(stream.encode())
     if total != episode.episodic_return:
         raise ValueError(f"played again, the episode came to {total}, not {episode.episodic_return}")

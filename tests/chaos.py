@@ -7,8 +7,6 @@ the launcher, or all of its group, at a random moment, half of the times while a
 that it is left alone until it is finished.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import tempfile

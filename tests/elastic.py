@@ -6,8 +6,6 @@ A node is a torchrun with one process: on Linux, for root, in a network namespac
 way of `KINDS` or, between namespaces, cut off. Each row takes a while, so that there is time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -17,8 +17,6 @@ Nine of ten draws run in processes forked from one that has imported everything:
 runs graphs by torch's own operators. The tenth is launched as a user does, and its addresses are not asserted.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -227,7 +225,7 @@ def off_policy(chance: random.Random, script: str, num_envs: int) -> dict[str, A
 
 def break_acting() -> None:
     act, tip = acting.Policy.__call__, 1 + 1e-6 * int(os.environ.get("WORLD_SIZE", 1))
-    acting.Policy.__call__ = lambda self, obs: act(self, obs) * tip
+    acting.Policy.__call__ = lambda self, obs: [x * tip for x in act(self, obs)]
 
 
 def break_alignment() -> None:

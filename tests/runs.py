@@ -1,7 +1,5 @@
 """Starts scripts as a user does, in processes of their own, and reads what they leave."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import multiprocessing

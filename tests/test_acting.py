@@ -34,17 +34,6 @@ class Agent(ppo_ddp.Agent):
         return self.line(self, obs, out) if self.line else out, values
 
 
-class Rescaled(ppo_ddp.Agent):
-    def forward(self, obs):
-        out, values = super().forward(obs)
-        return out, 2.0 * values
-
-
-class Indexed(ppo_ddp.Agent):
-    def forward(self, obs):
-        return self.actor(obs), self.critic(obs)[:, 0]
-
-
 class Scaled(nn.Linear):
     def __init__(self, *sizes) -> None:
         super().__init__(*sizes)
@@ -80,7 +69,7 @@ EDITS = {
     "subclassed layer": made(lambda m: m.actor.__setitem__(4, Scaled(64, 3))),
     "subclassed Sequential": made(lambda m: setattr(m, "actor", Residual(*m.actor))),
     "another features": lambda: Agent().apply(lambda m: hasattr(m, "network") and setattr(m, "network", nn.Softsign())),
-    "values": lambda: Rescaled(SPACE, DISCRETE),
+    "values": made(lambda m: setattr(m, "forward", lambda obs: (m.actor(obs), 2 * m.critic(obs)[:, 0]))),
     "hook on the critic": made(lambda m: m.critic[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
     "the critic's activation": made(lambda m: m.critic.__setitem__(1, nn.SiLU())),
     "dueling": lambda: dqn_ddp.QNetwork(SPACE, 3, True, "auto", True),
@@ -88,7 +77,7 @@ EDITS = {
 UNEDITED = {
     "frozen actor": made(lambda m: m.actor.requires_grad_(False)),
     "ppo": lambda: ppo_ddp.Agent(SPACE, DISCRETE),
-    "values by index": lambda: Indexed(SPACE, DISCRETE),
+    "values by index": made(lambda m: setattr(m, "forward", lambda obs: (m.actor(obs), m.critic(obs)[:, 0]))),
     "ppo box": lambda: ppo_ddp.Agent(SPACE, BOX),
     "ppg": lambda: ppg_ddp.Agent(SPACE, DISCRETE),
     "dqn": lambda: dqn_ddp.QNetwork(SPACE, 3, False, "auto", True),

@@ -315,14 +315,14 @@ def test_a_cut_ends_episodes_of_a_replay_buffer():
     world.gather = lambda values: np.array([values, [7.0]])
     vector = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     rb = ReplayBuffer(40, 2, world, vector, (), np.int64, n_step=3, gamma=0.5, alpha=0.6)
-    rb.start(np.zeros((2, 2)))
+    rb.observe(np.zeros((2, 2)))
     for step in range(1, 6):  # environment 1 ends in its last step
         ends = np.array([False, step == 5])
         obs = np.full((2, 2), float(step))
         infos = {"episode_ended": ends, "final_obs": {}}
         rb.add(np.zeros(2, int), np.ones(2), ends, np.zeros(2, bool), obs, infos)
     rb.cut()
-    rb.start(np.full((2, 2), 100.0))
+    rb.observe(np.full((2, 2), 100.0))
     assert rb.state_dict()["largest"] == 7.0
     batch = rb._batch(np.arange(5), np.ones(5))
     assert batch.rewards.tolist() == [1.75, 1.75, 1.75, 1.5, 1.0]

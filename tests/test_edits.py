@@ -48,10 +48,11 @@ def test_what_acts_is_the_network(edit, tmp_path, monkeypatch, capfd):
     call = Policy.__call__
 
     def watched(self, obs):
-        result = call(self, obs)
-        np.testing.assert_allclose(result, self._torch(obs), rtol=1e-4, atol=1e-5)
+        results = call(self, obs)
+        for result, of_module in zip(results, self._torch(obs), strict=True):
+            np.testing.assert_allclose(result, of_module, rtol=1e-4, atol=1e-5)
         by_numpy.append(*map(bool, self.steps))
-        return result
+        return results
 
     monkeypatch.setattr(Policy, "__call__", watched)
     train(module, tmp_path / "run", **settings)

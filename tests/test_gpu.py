@@ -1,7 +1,5 @@
 """What is done on a GPU, which two ranks share: `pytest -m gpu -n 4`. Cases for two cards and NCCL may be skipped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -20,6 +20,7 @@ import dqn_ddp
 import ppo_ddp
 import sac_ddp
 from common.memory import SLOT, share_memory
+from common.processes import World
 from common.run import Run
 from common.tensors import upload
 from runs import PATIENCE, ROOT, train
@@ -108,7 +109,9 @@ def ranks(tmp_path, monkeypatch):
 
         def work(rank):
             dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=size)
-            results.put((rank, function(share_memory(rank, size), rank)))
+            world = World(cuda=False)
+            world.world_size = size
+            results.put((rank, function(share_memory(rank, world.gather_objects), rank)))
             os._exit(0)
 
         processes = [FORKED.Process(target=work, args=(rank,)) for rank in range(size)]
@@ -177,12 +180,12 @@ def test_all_ranks_are_without_it_where_one_is(lacking, ranks, monkeypatch):
 
     shared = share_memory
 
-    def on_one(rank, size):
+    def on_one(rank, gather):
         if rank == 1 and lacking == "x86":
             platform.machine = lambda: "aarch64"
         if rank == 1 and lacking == "leave":
             os.pidfd_open = lambda _: (_ for _ in ()).throw(PermissionError())
-        return shared(rank, size)
+        return shared(rank, gather)
 
     monkeypatch.setitem(globals(), "share_memory", on_one)
     assert ranks(without, 2) == ({0: True, 1: True}, [0, 0])

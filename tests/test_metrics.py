@@ -121,7 +121,7 @@ def test_what_advantages_are_normalised_over(tmp_path, watch):
 
 def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch, watch):
     calls = watch(dqn_ddp.ReplayBuffer, "add")
-    monkeypatch.setattr(Policy, "__call__", lambda self, obs: np.tile([0.0, 1.0], (len(obs), 1)))
+    monkeypatch.setattr(Policy, "__call__", lambda self, obs: [np.tile([0.0, 1.0], (len(obs), 1))])
     train(dqn_ddp, tmp_path, total_timesteps=4000, learning_starts=3900, start_e=0.5, end_e=0.5)
     taken = np.concatenate([actions for (_, actions, *_), _ in calls])
     assert len(taken) == 4000 and np.mean(np.equal(taken, 0)) == pytest.approx(0.25, abs=0.03)

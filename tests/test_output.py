@@ -196,17 +196,16 @@ def test_a_film_shows_the_first_episode(env_id, action, shape, rate, tmp_path, m
     options = '{"max_num_frames_per_episode": 240}' if env_id.startswith("ALE/") else "{}"
     args = ppo_ddp.Args(env_id=env_id, env_kwargs=options, eval_episodes=2, capture_video=True)
     _, episode = evaluate(lambda obs: np.array([action] * len(obs)), args, World(cuda=False))
-    assert episode.seed == environment_seeds(1, EVALUATION, [0])[0]
     if env_id.startswith("ALE/"):
         first = None
     else:
         env = gym.make(env_id, render_mode="rgb_array")
-        env.reset(seed=episode.seed)
+        env.reset(seed=environment_seeds(1, EVALUATION, [0])[0])
         try:
             first = env.render()
         except Exception as error:  # MuJoCo's, in many ways, where no library draws without a display
             pytest.skip(f"{env_id} cannot be drawn here: {error}")
-    film(tmp_path / "videos" / "7.mp4", args, episode, lambda: None)
+    film(tmp_path / "videos" / "7.mp4", args, World(cuda=False), episode)
     assert [path.name for path in (tmp_path / "videos").iterdir()] == ["7.mp4"]
     frames, fps = frames_of(tmp_path / "videos" / "7.mp4")
     assert len(frames) == len(episode.actions) > 1 and fps == rate
@@ -221,9 +220,9 @@ def test_a_film_shows_the_first_episode(env_id, action, shape, rate, tmp_path, m
 
 def test_an_episode_that_does_not_repeat_is_no_film(tmp_path):
     """Where, played again, it comes to another return."""
-    episode = Episode(1, np.zeros(4), [np.array(0)] * 5, 1e6)
+    episode = Episode(np.zeros(4), [np.array(0)] * 5, 1e6)
     with pytest.raises(ValueError, match="^played again, the episode came to "):
-        film(tmp_path / "videos" / "7.mp4", ppo_ddp.Args(), episode, lambda: None)
+        film(tmp_path / "videos" / "7.mp4", ppo_ddp.Args(), World(cuda=False), episode)
     assert not (tmp_path / "videos" / "7.mp4").exists()
 
 

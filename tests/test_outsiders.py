@@ -160,11 +160,13 @@ def test_a_run_leaves_its_process_as_it_was(tmp_path):
 
     rows = [rows_of(ppo_ddp, SHORT, tmp_path / "a")]
     torch.set_num_threads(2)
+    args = parse(ppo_ddp.Args, [*SHORT.split(), "--run-dir", str(tmp_path / "again")])  # tyro draws
+    fault = parse(ppo_ddp.Args, f"{SHORT} {options(how='raise')} --run-dir {tmp_path / 'fault'}".split())
     before = state()
-    rows_of(ppo_ddp, SHORT, tmp_path / "again")
+    ppo_ddp.main(args)
     assert state() == before and before[-1] > 0
     with pytest.raises(ZeroDivisionError):
-        rows_of(ppo_ddp, f"{SHORT} {options(how='raise')}", tmp_path / "fault")
+        ppo_ddp.main(fault)
     assert state() == before
     thread = threading.Thread(target=lambda: rows.append(rows_of(ppo_ddp, SHORT, tmp_path / "b")))
     thread.start()
@@ -277,7 +279,7 @@ def test_nothing_stays_of_a_checkpoint_that_could_not_be_read():
 
     def filled(steps: int) -> ReplayBuffer:
         buffer = ReplayBuffer(8, 2, world, Plain.observation_space, (), np.int64, alpha=0.6)
-        buffer.start(np.zeros((2, 3), np.float32))
+        buffer.observe(np.zeros((2, 3), np.float32))
         for step in range(steps):
             ends = np.full(2, step == 2)
             infos = {"final_obs": {i: np.ones(3) for i in np.flatnonzero(ends)}, "episode_ended": ends}

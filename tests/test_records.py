@@ -211,17 +211,6 @@ def test_each_column_is_a_panel_and_each_run_a_curve(tmp_path):
     assert {*HEADER.strip().split(",")} <= {"global_step", *names} and plot_runs.RETURNS.keys() <= {*names}
 
 
-def test_labels_are_the_directories_names(tmp_path, monkeypatch, capsys):
-    """Or paths, of two with one name; the picture is beside the first run, or at --out."""
-    monkeypatch.chdir(tmp_path)
-    paths = [write(Path(name), ROWS) for name in ("one/a", "one/b", "two/a")]
-    plot_runs.main(plot_runs.Args((paths[0], paths[1])))
-    assert capsys.readouterr().out == "drew a, b in one/a/curves.png\n"
-    assert Path("one/a/curves.png").read_bytes().startswith(b"\x89PNG")
-    plot_runs.main(plot_runs.Args((paths[0], paths[2]), Path("both.svg")))
-    assert capsys.readouterr().out == "drew one/a, two/a in both.svg\n" and "<svg" in Path("both.svg").read_text()
-
-
 def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # those of the tests stay
     (tmp_path / "empty").mkdir()

@@ -44,7 +44,7 @@ def ranks(world_size: int, num_shards: int | None = None, **settings) -> list[Re
     worlds = [FakeWorld(rank, world_size, num_shards or world_size) for rank in range(world_size)]
     buffers = [ReplayBuffer(world=world, **defaults | settings) for world in worlds]
     for buffer in buffers:
-        buffer.start(np.zeros((len(buffer.envs), 2)))
+        buffer.observe(np.zeros((len(buffer.envs), 2)))
     return buffers
 
 
@@ -150,7 +150,7 @@ def test_atari_games_are_whole_and_stacks_rebuilt(env_id):
         stack = {"stack": envs.stack}
         buffer = ReplayBuffer(240, 2, world, envs.single_observation_space, (), np.int64, **stack)
         obs, seen, ends[flag] = envs.reset(), [], 0
-        buffer.start(obs)
+        buffer.observe(obs)
         for step in range(1, 701):
             seen.append(obs.copy())
             actions = rng.integers(0, 4, 2)
@@ -207,7 +207,7 @@ def test_against_a_slow_reference(ends, n_step, capacity, stack, alpha):
         array[:] = np.reshape(frames, array.shape)
         return array
 
-    buffer.start(obs(window))
+    buffer.observe(obs(window))
     for step, end in enumerate(ends):
         before, frame = window, frame + 1
         window = final = [*window, frame][-stack:]
@@ -222,7 +222,7 @@ def test_against_a_slow_reference(ends, n_step, capacity, stack, alpha):
         buffer.add(np.array([step]), np.array([step + 1.0]), *flags, obs(after), infos)
         if end in "!X":
             on_all([buffer], ReplayBuffer.cut)
-            buffer.start(obs(window))
+            buffer.observe(obs(window))
         history.append((before, terminated, truncated or end == "!", final))
 
     expected = {}
