@@ -10,7 +10,7 @@ from torch import nn
 from common.processes import World
 from common.tensors import default_float, to_tensor
 
-SIMPLE = (nn.Linear, nn.Tanh, nn.ReLU)
+ACTIVATIONS = {nn.Tanh: (np.tanh, None), nn.ReLU: (np.maximum, 0.0)}
 PERIOD = 128  # calls between two comparisons of numpy with the module, the same ones on every process
 
 
@@ -44,14 +44,10 @@ class Policy:
     def _numpy(self, obs: np.ndarray, steps: list[tuple]) -> list[np.ndarray]:
         obs = obs.astype(self.dtype, copy=False)
         results = []
-        for shape, layers in steps:
+        for shape, operations in steps:
             x = obs
-            for kind, *weights in layers:
-                if kind is nn.Linear:
-                    weight, *bias = weights
-                    x = x @ weight + bias[0] if bias else x @ weight
-                else:
-                    x = np.tanh(x) if kind is nn.Tanh else np.maximum(x, 0.0)
+            for function, operand in operations:
+                x = function(x) if operand is None else function(x, operand)
             results.append(x.reshape(-1, *shape))
         return results
 
@@ -82,7 +78,7 @@ class Policy:
         hooks = []
         for layer in self.module.modules():
             changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-            if type(layer) in SIMPLE and not changed:
+            if (type(layer) is nn.Linear or type(layer) in ACTIVATIONS) and not changed:
                 hooks.append(layer.register_forward_hook(lambda *call: calls.append(call)))
         results = self._results(self.module, obs)
         for hook in hooks:
@@ -103,16 +99,21 @@ class Policy:
         return traced
 
     def _steps(self, obs: np.ndarray, traced: list[list[nn.Module]]) -> list[tuple]:
-        """Each result's shape and layers (kind and, for Linear, weight and bias); none from now on if they differ."""
+        """Each result's shape and operations (function, operand); none from now on if results differ."""
         if not traced:
             return []
         steps = []
         for result, layers in zip(self._torch(obs), traced, strict=True):
-            weights = [(type(layer), *(p.detach().cpu().numpy().T for p in layer.parameters())) for layer in layers]
-            steps.append((result.shape[1:], weights))
+            operations = []
+            for layer in layers:
+                weights = [p.detach().cpu().numpy().T for p in layer.parameters()]
+                operations += zip((np.matmul, np.add), weights, strict=False)  # some have no bias
+                if not weights:
+                    operations.append(ACTIVATIONS[type(layer)])
+            steps.append((result.shape[1:], operations))
             [x] = self._numpy(obs, steps[-1:])
             size = np.abs(result).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
-            if not np.allclose(x, result, rtol=0.0, atol=1e-4 * size, equal_nan=True):
+            if (np.abs(x - result) > 1e-4 * size).any():
                 traced.clear()
                 return []
         return steps

@@ -65,9 +65,9 @@ def discounted_returns(
 ) -> tuple[np.ndarray, np.ndarray]:
     """R_t = gamma R_{t-1} + r_t (T, n) within episodes, which end with `dones`; and the next call's `before` (n,)."""
     returns = np.empty(rewards.shape)
-    for step in range(len(rewards)):
+    for step, goes_on in enumerate(~dones):
         returns[step] = gamma * before + rewards[step]
-        before = np.where(dones[step], 0.0, returns[step])
+        before = returns[step] * goes_on
     return returns, before
 
 
