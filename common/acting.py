@@ -10,7 +10,7 @@ from torch import nn
 from common.processes import World
 from common.tensors import default_float, to_tensor
 
-ACTIVATIONS = {nn.Tanh: (np.tanh, None), nn.ReLU: (np.maximum, 0.0)}
+SIMPLE = {nn.Linear: [], nn.Tanh: [(np.tanh, None)], nn.ReLU: [(np.maximum, 0.0)]}  # what follows weights
 PERIOD = 128  # calls between two comparisons of numpy with the module, the same ones on every process
 
 
@@ -78,7 +78,7 @@ class Policy:
         hooks = []
         for layer in self.module.modules():
             changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-            if (type(layer) is nn.Linear or type(layer) in ACTIVATIONS) and not changed:
+            if type(layer) in SIMPLE and not changed:
                 hooks.append(layer.register_forward_hook(lambda *call: calls.append(call)))
         results = self._results(self.module, obs)
         for hook in hooks:
@@ -107,9 +107,7 @@ class Policy:
             operations = []
             for layer in layers:
                 weights = [p.detach().cpu().numpy().T for p in layer.parameters()]
-                operations += zip((np.matmul, np.add), weights, strict=False)  # some have no bias
-                if not weights:
-                    operations.append(ACTIVATIONS[type(layer)])
+                operations += [*zip((np.matmul, np.add), weights, strict=False), *SIMPLE[type(layer)]]
             steps.append((result.shape[1:], operations))
             [x] = self._numpy(obs, steps[-1:])
             size = np.abs(result).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)

@@ -5,7 +5,7 @@ sums over shards have one order: gradients along a binary tree, all else along a
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from common.processes import BadInput, World, one_line
 
 # CUDA graphs, of kernels that no timing chooses: on each rank alike
 GRAPHS = {"triton.cudagraphs": True, "deterministic": True}
-Gradients = list[torch.Tensor]  # one for each parameter
+Gradients = Sequence[torch.Tensor]  # one for each parameter; all in one vector where a graph makes them for shards
 Stats = dict[str, torch.Tensor]
 
 
@@ -45,7 +45,8 @@ class Gradient:
                 fault = f"{type(module).__name__} draws or counts in each process alone"
                 raise BadInput(f"{name}: {fault}; leave it out, or take nn.LayerNorm (docs/modify.md).")
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        self.gradients: list[dict[nn.Parameter, torch.Tensor]] = []  # of this rank's shards so far
+        self.places = {p: place for place, p in enumerate(self.parameters)}
+        self.gradients: list[Gradients] = []  # of this rank's shards so far
         if isinstance(loss, DDP) and (world.sharded or world.memory):
             average = weakref.WeakMethod(self._average)  # DDP keeps its hook, which must not keep DDP
             loss.register_comm_hook(None, lambda _, bucket: average()(bucket))
@@ -59,7 +60,7 @@ class Gradient:
         stats = [self._add(self.bare, part) for part in earlier]
         stats.append(self._add(self.loss, last))  # collective: DDP averages over ranks
         if self.compiled or (self.loss is self.bare and self.world.num_shards > 1):
-            self._set_mean(tree_sum([[*of_shard.values()] for of_shard in self.gradients]))  # collective
+            self._set_mean(tree_sum(self.gradients))  # collective
         return stats
 
     def _add(self, loss: nn.Module, inputs: Any) -> Stats:
@@ -76,18 +77,18 @@ class Gradient:
             gradients = [p.grad for p in self.parameters]
             if any(x is None for x in gradients):
                 raise BadInput(f"{type(self.bare).__name__}: its result must depend on all its parameters.")
-        self.gradients.append(dict(zip(self.parameters, gradients, strict=True)))
+        self.gradients.append(gradients)
         return stats
 
     def _set_mean(self, gradients: Gradients) -> None:
         """Set `.grad` to the mean over all shards, given the sums over this rank's."""
         if self.world.world_size > 1:
-            flat = torch.cat([x.flatten() for x in gradients])
-            sum_over_ranks(flat, self.world)  # collective
-            parts = flat.split([x.numel() for x in gradients])
-            gradients = [part.view(x.shape) for part, x in zip(parts, gradients, strict=True)]
+            sum_over_ranks(gradients[0], self.world)  # collective; the only one, since it is compiled
         if self.world.num_shards > 1:
             torch._foreach_div_(gradients, self.world.num_shards)
+        if self.compiled and self.world.num_shards > 1:
+            parts = gradients[0].split([p.numel() for p in self.parameters])
+            gradients = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         for p, gradient in zip(self.parameters, gradients, strict=True):
             # a fused optimiser takes the parameters' order of memory for granted
             p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
@@ -99,7 +100,8 @@ class Gradient:
             # contiguous views, though the bucket keeps each parameter's order of axes
             views = zip(bucket.gradients(), bucket.parameters(), strict=True)
             last = [x.as_strided(p.shape, p.stride()) for x, p in views]
-            earlier = [[of_shard[p] for p in bucket.parameters()] for of_shard in self.gradients]
+            places = [self.places[p] for p in bucket.parameters()]
+            earlier = [[of_shard[place] for place in places] for of_shard in self.gradients]
             torch._foreach_copy_(last, tree_sum([*earlier, last]))
         sum_over_ranks(buffer, self.world)  # collective
         buffer /= self.world.num_shards
@@ -112,7 +114,10 @@ class Gradient:
 
         def gradient(*inputs: Any) -> tuple[Gradients, Stats]:
             value, stats = self.bare(*inputs)
-            return torch.autograd.grad(value, self.parameters), stats
+            gradients = torch.autograd.grad(value, self.parameters)
+            if self.world.num_shards > 1:  # in one vector, as they are added and sent
+                gradients = (torch.cat([x.flatten() for x in gradients]),)
+            return gradients, stats
 
         self.compiles = False
         torch._dynamo.config.trace_autograd_ops = True  # `backward` in a graph may not set `.grad`
