@@ -85,6 +85,7 @@ class Policy:
             hook.remove()
         traced = []
         for tensor in results:
+            changes = tensor._version  # in place
             base = tensor._base
             if base is not None and base.numel() == tensor.numel():  # such as values without their last axis
                 tensor = base
@@ -93,7 +94,7 @@ class Policy:
                 if output is tensor:
                     tensor = inputs[0]
                     layers.insert(0, layer)
-            if tensor is not obs:
+            if tensor is not obs or changes > 0:
                 return []
             traced.append(layers)
         return traced
@@ -111,7 +112,7 @@ class Policy:
             steps.append((result.shape[1:], operations))
             [x] = self._numpy(obs, steps[-1:])
             size = np.abs(result).max(initial=0.01) + 0.01 * np.abs(obs).max(initial=0.0).clip(0, 100)
-            if (np.abs(x - result) > 1e-4 * size).any():
+            if not (np.abs(x - result) < 1e-4 * size).all():  # nor where a result is infinite
                 traced.clear()
                 return []
         return steps

@@ -114,6 +114,8 @@ class Environments:
                 "life_loss_info": life_loss,
                 "reward_clipping": False,  # statistics count the score; scripts take the sign
             }
+            if "game" in options:
+                raise gym.error.Error("game is what --env-id says; leave it out")
             options = {"repeat_action_probability": 0.0} | options  # as in NoFrameskip-v4's published results
             if self.draws:
                 options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
@@ -260,7 +262,11 @@ class Simulator(gym.Wrapper):
                 seed_libraries(seed)
         if self.minatar:
             self.unwrapped.game.last_action = 0  # it may stick, and MinAtar keeps it over a reset
-        obs, _ = self.env.reset(seed=seed, options=options)
+        try:
+            obs, _ = self.env.reset(seed=seed, options=options)
+        except Exception as error:
+            error.add_note(f"{self.name}, its reset after step {self.num_steps}")
+            raise
         obs = np.asarray(obs)
         space = self.observation_space
         if obs.shape != space.shape or not np.can_cast(obs.dtype, space.dtype, "same_kind"):

@@ -80,7 +80,7 @@ class Logger(ExitStack):
                 raise BadInput(f"--shards: must be {needed}.")
             fault = "no longer the same bytes as without a stop"
             self._compare(before, "to go on with --run-dir", fault, "before")
-        elif config.exists() or (self.dir / "metrics.csv").exists():
+        elif any((self.dir / name).exists() for name in ("config.json", "metrics.csv", "checkpoints")):
             advice = "" if args.resume else ", or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
         if args.track:
@@ -196,7 +196,8 @@ class Logger(ExitStack):
         for name, value in row.items() if self.tensorboard else ():
             self.tensorboard.add_scalar(name, value, step)
         self.latest |= row
-        due = "time/eval" in row or step == self.total or time.perf_counter() > self.shown + PROGRESS_PERIOD
+        due = "time/eval" in row or (step == self.total and not self.args.eval_every)
+        due = due or time.perf_counter() > self.shown + PROGRESS_PERIOD
         if due or not self.bar.disable:
             self._show()
 

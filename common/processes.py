@@ -77,8 +77,7 @@ class World:
         self.device = torch.device("cpu")
         self.nccl = False  # it needs a GPU for each rank
         if cuda and torch.cuda.is_available():
-            local_rank = int(launched.get("LOCAL_RANK", 0))
-            self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", int(launched.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
             self.nccl = self.local_world_size <= torch.cuda.device_count()
         # on GPUs gradients stay out of DDP's buckets: kernels may round otherwise at another address
         self.ddp_options = {"gradient_as_bucket_view": self.device.type == "cpu"}
@@ -145,8 +144,7 @@ class World:
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # the sums of NVLink switches have no fixed order
         backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
         limit = datetime.timedelta(days=1)  # the watchdog, which shows stacks, comes first
-        place = {"rank": self.rank, "world_size": self.world_size}
-        dist.init_process_group(backend, store=store, timeout=limit, **place)
+        dist.init_process_group(backend, store=store, timeout=limit, rank=self.rank, world_size=self.world_size)
         if self.world_size > 1 and self.device.type == "cpu":
             self.memory = share_memory(self.rank, self.gather_objects)  # collective
         self.store = store

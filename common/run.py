@@ -70,7 +70,7 @@ class Run:
         self.replay = self.replay if replay is None else replay
 
     def policy(self, module: nn.Module) -> Policy:
-        """What acts in rollouts: the first result of `module`, by numpy where its layers are simple."""
+        """What acts in rollouts: all results of `module`, (n, ...) each, by numpy where its layers are simple."""
         self.policies.append(Policy(module, self._graph(module), self.world, self.logger.note))
         return self.policies[-1]
 
@@ -83,8 +83,7 @@ class Run:
             # in memory of its own: kernels may round by address
             rows = [x[:, shard].flatten(0, 1).clone().split(CHUNK) for x in tensors]
             results = [function(*chunk) for chunk in zip(*rows, strict=True)]
-            results = [torch.cat(x).unflatten(0, (len(tensors[0]), -1)) for x in zip(*results, strict=True)]
-            of_shards.append(results)
+            of_shards.append([torch.cat(x).unflatten(0, (len(tensors[0]), -1)) for x in zip(*results, strict=True)])
         return [torch.cat(x, 1) for x in zip(*of_shards, strict=True)]
 
     def _graph(self, function: Callable) -> Callable:
@@ -220,8 +219,7 @@ class Run:
     def _sum_reported(self, name: str) -> None:
         updates = self.reported.pop(name)
         self.counts[name] += len(updates)
-        of_shards = [torch.stack(values).double().sum().item() for values in zip(*updates, strict=True)]
-        self.sums[name] += np.array(of_shards)
+        self.sums[name] += np.array([torch.stack(x).double().sum().item() for x in zip(*updates, strict=True)])
 
     def lap(self, column: str = "time/rollout") -> None:
         """Count the seconds from now on for this column, those before for the last call's."""

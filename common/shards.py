@@ -44,6 +44,8 @@ class Gradient:
             if module.training and (counts or isinstance(module, kinds)):
                 fault = f"{type(module).__name__} draws or counts in each process alone"
                 raise BadInput(f"{name}: {fault}; leave it out, or take nn.LayerNorm (docs/modify.md).")
+        if loss is self.bare and world.world_size > 1:
+            raise BadInput(f"{type(loss).__name__}: must be in DDP(...) on several processes.")
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         self.places = {p: place for place, p in enumerate(self.parameters)}
         self.gradients: list[Gradients] = []  # of this rank's shards so far

@@ -69,6 +69,7 @@ EDITS = {
     "subclassed layer": made(lambda m: m.actor.__setitem__(4, Scaled(64, 3))),
     "subclassed Sequential": made(lambda m: setattr(m, "actor", Residual(*m.actor))),
     "another features": lambda: Agent().apply(lambda m: hasattr(m, "network") and setattr(m, "network", nn.Softsign())),
+    "a mask in place": lambda: Agent(lambda m, obs, out: out.masked_fill_(obs[:, :3] < -3, -torch.inf)),
     "values": made(lambda m: setattr(m, "forward", lambda obs: (m.actor(obs), 2 * m.critic(obs)[:, 0]))),
     "hook on the critic": made(lambda m: m.critic[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
     "the critic's activation": made(lambda m: m.critic.__setitem__(1, nn.SiLU())),
