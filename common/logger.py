@@ -68,7 +68,7 @@ class Logger(ExitStack):
         except filelock.Timeout as error:
             raise BadInput(f"--run-dir {self.dir}: another process is writing there; name another.") from error
         except OSError as error:
-            raise BadInput(f"--run-dir {self.dir}: cannot be written ({error.strerror}).") from error
+            raise BadInput(f"--run-dir {args.run_dir or default}: cannot be written ({error.strerror}).") from error
         config = self.dir / "config.json"
         resumed = args.resume and config.exists()
         if resumed:
