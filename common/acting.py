@@ -10,7 +10,7 @@ from torch import nn
 from common.processes import World
 from common.tensors import default_float, to_tensor
 
-SIMPLE = {nn.Linear: [], nn.Tanh: [(np.tanh, None)], nn.ReLU: [(np.maximum, 0.0)]}  # what follows weights
+SIMPLE = {nn.Linear: [], nn.Tanh: [(np.tanh, None)], nn.ReLU: [(np.maximum, 0.0)]}  # what numpy does after weights
 PERIOD = 128  # calls between two comparisons of numpy with the module, the same ones on every process
 
 
@@ -85,7 +85,7 @@ class Policy:
             hook.remove()
         traced = []
         for tensor in results:
-            changes = tensor._version  # in place
+            changes = tensor._version  # how many in place
             base = tensor._base
             if base is not None and base.numel() == tensor.numel():  # such as values without their last axis
                 tensor = base

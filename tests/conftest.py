@@ -5,8 +5,7 @@ import os
 import pytest
 
 HERE = os.path.dirname(__file__)
-paths = os.pathsep.join([os.path.dirname(HERE), HERE])  # for processes that tests start
-os.environ["PYTHONPATH"] = paths
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(HERE), HERE])  # for processes that tests start
 
 
 def pytest_configure(config):

@@ -1,4 +1,5 @@
 """What every forked rank needs, imported once."""
+# ruff: noqa: F401
 
 import contextlib
 
@@ -14,6 +15,4 @@ import ppo_ddp
 import sac_ddp
 
 with contextlib.suppress(ImportError):
-    import envpool  # noqa: F401
-
-__all__ = ["ale_py", "gymnasium", "minatar", "torch", "dqn_ddp", "launcher", "ppg_ddp", "ppo_ddp", "sac_ddp"]
+    import envpool

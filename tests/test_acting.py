@@ -117,7 +117,6 @@ def act_and_learn(make, by_numpy):
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_network_acts_as_it_is_written(edit):
-    """From the first call on; one line says that it acts by torch."""
     [note] = act_and_learn(EDITS[edit], by_numpy=False)
     assert " acts by torch, more slowly than by numpy (" in note and "\n" not in note
 
@@ -125,7 +124,6 @@ def test_an_edited_network_acts_as_it_is_written(edit):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("network", UNEDITED)
 def test_an_unedited_network_acts_by_numpy(network, dtype, float64):
-    """In torch's default type; nothing is said."""
     torch.set_default_dtype(dtype)
     assert act_and_learn(UNEDITED[network], by_numpy=True) == []
 
@@ -194,8 +192,7 @@ def test_images_are_for_the_module():
     agent = ppo_ddp.Agent(image, DISCRETE)
     policy = policy_of(agent, notes)
     obs = np.ones((2, 3, 10, 10), np.float32)
-    for result, expected in zip(policy(obs), results_of(agent, obs), strict=True):
-        assert np.array_equal(result, expected)
+    assert all(map(np.array_equal, policy(obs), results_of(agent, obs)))
     assert by_numpy_in(policy) == [False]
     assert notes == []
 

@@ -250,8 +250,9 @@ def test_a_run_without_a_checkpoint_begins_again(names, interrupted, tmp_path, c
         cut(tmp_path / "metrics.csv") if name == "metrics.csv" else None
     assert continued(ppo_ddp, tmp_path).rows == interrupted[1][ppo_ddp]
     assert "going on" not in capfd.readouterr().out
-    (tmp_path / "config.json").unlink()  # no start of ours leaves metrics.csv alone
-    assert_refused(tmp_path, "holds a run already; name a new directory[.]")
+    for name in ("config.json", "metrics.csv"):  # no start of ours leaves the rest, or checkpoints, alone
+        (tmp_path / name).unlink()
+        assert_refused(tmp_path, "holds a run already; name a new directory[.]")
 
 
 @dataclass

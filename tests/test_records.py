@@ -142,7 +142,6 @@ def test_what_cannot_be_compared_is_told(recorded, tmp_path, capsys):
 
 
 def test_the_first_cell_that_differs_is_named(recorded, tmp_path, capsys):
-    """With the step, the column and by how much; and how far a thousandth goes."""
     part = "they part in row 5, step 128: losses/value_loss is "
     for name, factor, said in (
         ("losses/value_loss", 1 + 1e-6, (part, ", 1.0e-06 of it\n", "as far as both go")),

@@ -278,7 +278,6 @@ def test_what_updates_read_and_what_they_leave(module, tmp_path, monkeypatch):
 
 
 def test_no_gradient_step_before_something_can_be_sampled(tmp_path):
-    """The first losses come when n steps of an environment are there."""
     flags = "--num-envs 2 --n-step 20 --learning-starts 4 --train-frequency 2 --total-timesteps 60 --log-every 2"
     result = run("dqn_ddp.py", 1, f"{flags} --eval-every 0 --batch-size 8", tmp_path / "run")
     assert [int(row["global_step"]) for row in result.rows if row["losses/td_loss"]] == list(range(42, 61, 2))

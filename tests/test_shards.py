@@ -105,6 +105,13 @@ def test_a_module_that_each_process_would_have_otherwise_is_refused_by_name(modu
     Gradient(loss, World(False, 2), False, print)
 
 
+def test_a_loss_without_ddp_is_refused_on_several_processes():
+    world = World(False)
+    world.world_size = 2
+    with pytest.raises(BadInput, match=r"^Linear: must be in DDP\(...\) on several processes[.]$"):
+        Gradient(nn.Linear(2, 2), world, False, print)
+
+
 class Loss(nn.Module):
     """Of random sizes: one layer frozen, one used twice, weights that lie channels-last."""
 

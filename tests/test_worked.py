@@ -197,7 +197,6 @@ def test_the_grus_state_ends_with_its_episode(tmp_path, watch):
     train(module, tmp_path / "run", **sizes, total_timesteps=128, learning_rate=1e-12)
     assert len(acted) == 65  # of the steps, and for the value of what follows
     of_steps = torch.stack([values for _, (_, values, _) in acted[:64]])
-    # two minibatches, each of one sequence of 32 steps of each environment
     calls = [(*inputs, values) for (_, *inputs), (_, values) in unrolled]
     obs, dones, state, values = (torch.cat(x) for x in zip(*calls, strict=True))
     assert dones[:, :-1].any() and state.ne(0).any(1).sum() == 2  # the later sequences'
