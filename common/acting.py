@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from common.processes import World
 from common.tensors import default_float, to_tensor
@@ -61,13 +62,12 @@ class Policy:
 
     def _choose(self, parts: np.ndarray) -> None:
         """Choose what acts for each shard. Where the module does, it goes on."""
-        vectors = parts.ndim == 3
         self.stale = False
         if self.calls == 0:
-            self.layers = [self._traced(part) if vectors else [] for part in parts]
-        self.steps = [self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
+            self.layers = [self._traced(part) for part in parts]
+        self.steps = [layers and self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
         self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
-        if vectors and not all(self.steps):
+        if parts.ndim == 3 and not all(self.steps):
             reason = "it is not Linear, Tanh and ReLU, one after another"
             self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
 
@@ -75,14 +75,8 @@ class Policy:
         """For each result, the layers that make it of a shard's observations; none where other code takes part."""
         obs = to_tensor(part).to(self.world.device)
         calls = []
-        hooks = []
-        for layer in self.module.modules():
-            changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-            if type(layer) in SIMPLE and not changed:
-                hooks.append(layer.register_forward_hook(lambda *call: calls.append(call)))
-        results = self._results(self.module, obs)
-        for hook in hooks:
-            hook.remove()
+        with register_module_forward_hook(lambda *call: calls.append(call)):
+            results = self._results(self.module, obs)
         traced = []
         for tensor in results:
             changes = tensor._version  # how many in place
@@ -91,18 +85,16 @@ class Policy:
                 tensor = base
             layers = []
             for layer, inputs, output in reversed(calls):
-                if output is tensor:
+                edited = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+                if output is tensor and type(layer) in SIMPLE and not edited:
                     tensor = inputs[0]
                     layers.insert(0, layer)
-            if tensor is not obs or changes > 0:
-                return []
-            traced.append(layers)
-        return traced
+            if tensor is obs and changes == 0:
+                traced.append(layers)
+        return traced if len(traced) == len(results) else []
 
     def _steps(self, obs: np.ndarray, traced: list[list[nn.Module]]) -> list[tuple]:
         """Each result's shape and operations (function, operand); none from now on if results differ."""
-        if not traced:
-            return []
         steps = []
         for result, layers in zip(self._torch(obs), traced, strict=True):
             operations = []

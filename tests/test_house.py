@@ -53,7 +53,7 @@ def test_common_is_small_and_flat():
     common = count(COMMON)
     assert all(path.parent == ROOT / "common" for path in COMMON) and len(COMMON) <= 17
     assert [type(node) for node in ast.parse((ROOT / "common" / "__init__.py").read_text()).body] == [ast.Expr]
-    assert common.lines <= 2587 and common.average <= 57.1, common  # 2,200 and 56 are the aim
+    assert common.lines <= 2579 and common.average <= 57.1, common  # 2,200 and 56 are the aim
     assert common.long <= 4 and common.packed <= 4, common
 
 
