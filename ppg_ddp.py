@@ -395,7 +395,7 @@ def train(args: Args, run: Run) -> None:
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)
     draw = torch.rand if agent.discrete else torch.randn
-    action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
+    action_shape = () if agent.discrete else (agent.num_outputs,)
     shape = (args.num_steps, envs.num_envs)
     n_pi = args.n_pi if args.aux_epochs else 1
     phase_obs = np.zeros((n_pi, *shape, *obs_space.shape), obs_space.dtype)
@@ -404,8 +404,7 @@ def train(args: Args, run: Run) -> None:
     outs = np.zeros((*shape, agent.num_outputs))  # what the actor gives
     values = np.zeros(shape)
     rewards = np.zeros(shape)
-    terminations = np.zeros(shape, bool)
-    truncations = np.zeros(shape, bool)
+    dones = np.zeros(shape, bool)
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
@@ -434,11 +433,11 @@ def train(args: Args, run: Run) -> None:
             out, values[step] = policy(obs_moments.normalized(next_obs))
             outs[step] = out
             actions[step] = agent.sample(out, noise[step])
-            next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
+            next_obs, rewards[step], terminations, truncations, infos = envs.step(actions[step])
+            dones[step] = terminations | truncations
             final_obs |= {(step, i): x for i, x in infos["final_obs"].items()}
 
         # values, advantages and returns
-        dones = terminations | truncations
         learned_rewards = np.sign(rewards) if envs.atari else rewards
         discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
         return_moments.update(discounted, world)  # collective
@@ -465,7 +464,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 minibatch = Batch(*(x[i] for x in minibatches))
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatch)  # collective: mean gradient; run.log has stats
+                stats = run.backward(ddp_loss, minibatch)  # collective: averages gradients, keeps stats for run.log
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 kls.append(stats["approx_kl"])

@@ -326,15 +326,14 @@ def train(args: Args, run: Run) -> None:
     # every process draws the random numbers of all environments and keeps those of its own
     local_envs = world.local_slice(args.num_envs)
     draw = torch.rand if agent.discrete else torch.randn
-    action_shape = () if agent.discrete else (math.prod(envs.single_action_space.shape),)
+    action_shape = () if agent.discrete else (agent.num_outputs,)
     shape = (args.num_steps, envs.num_envs)
     obs = np.zeros((*shape, *obs_space.shape), obs_space.dtype)
     actions = np.zeros((*shape, *action_shape), np.int64 if agent.discrete else np.float64)
     outs = np.zeros((*shape, agent.num_outputs))  # what the actor gives
     values = np.zeros(shape)
     rewards = np.zeros(shape)
-    terminations = np.zeros(shape, bool)
-    truncations = np.zeros(shape, bool)
+    dones = np.zeros(shape, bool)
 
     def act(obs: np.ndarray) -> np.ndarray:
         """Greedy actions for evaluation."""
@@ -360,11 +359,11 @@ def train(args: Args, run: Run) -> None:
             out, values[step] = policy(obs_moments.normalized(next_obs))
             outs[step] = out
             actions[step] = agent.sample(out, noise[step])
-            next_obs, rewards[step], terminations[step], truncations[step], infos = envs.step(actions[step])
+            next_obs, rewards[step], terminations, truncations, infos = envs.step(actions[step])
+            dones[step] = terminations | truncations
             final_obs |= {(step, i): x for i, x in infos["final_obs"].items()}
 
         # values, advantages and returns
-        dones = terminations | truncations
         learned_rewards = np.sign(rewards) if envs.atari else rewards
         discounted, reward_sums = discounted_returns(learned_rewards, dones, args.gamma, reward_sums)
         return_moments.update(discounted, world)  # collective
@@ -391,7 +390,7 @@ def train(args: Args, run: Run) -> None:
             for i in range(args.num_minibatches):
                 minibatch = Batch(*(x[i] for x in minibatches))
                 optimizer.zero_grad()
-                stats = run.backward(ddp_loss, minibatch)  # collective: mean gradient; run.log has stats
+                stats = run.backward(ddp_loss, minibatch)  # collective: averages gradients, keeps stats for run.log
                 nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 optimizer.step()
                 kls.append(stats["approx_kl"])
@@ -401,7 +400,7 @@ def train(args: Args, run: Run) -> None:
         row = {"charts/learning_rate": fraction * args.learning_rate, "losses/epochs": epoch + 1}
         row |= explained_variance(advantages, values, world)  # collective
         run.log(global_step, row)  # collective; with ended episodes
-        if run.evaluate_and_checkpoint(global_step):  # collective; True: a signal, or --stop-at-return
+        if run.evaluate_and_checkpoint(global_step):  # collective; True: end, after a signal or at --stop-at-return
             break
 
 
