@@ -73,7 +73,7 @@ def with_arguments(record: dict[str, Any], path: Path) -> dict[str, Any]:
     except (ImportError, SystemExit, BadInput) as error:
         print(f"{path}: its arguments cannot be read ({error})")
         return record
-    return record | {"script": words[at].removesuffix(".py"), "args": args.as_json()}
+    return record | {"script": words[at].removesuffix(".py"), "args": json.loads(json.dumps(vars(args)))}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,12 +29,18 @@ class Policy:
         self.note = cache(note)  # says a thing once
         self.dtype = default_float()
         self.calls = 0  # at 0, as after a resume, it chooses anew
-        self.stale = False  # whether a GPU's parameters have moved since they were copied
 
     def __call__(self, obs: np.ndarray) -> list[np.ndarray]:
         parts = obs.reshape(len(self.world.shards), -1, *obs.shape[1:])
-        if self.calls % PERIOD == 0 or self.stale:
-            self._choose(parts)
+        if self.calls == 0:
+            self.layers = [self._traced(part) for part in parts]
+        if self.calls % PERIOD == 0:  # choose what acts for each shard; where the module does, it goes on
+            pairs = zip(parts, self.layers, strict=True)
+            self.steps = [layers and self._steps(part, layers) for part, layers in pairs]
+            self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
+            if parts.ndim == 3 and not all(self.steps):
+                reason = "it is not Linear, Tanh and ReLU, one after another"
+                self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
         self.calls += 1
         if self.alike:  # numpy makes a product for each shard
             return self._numpy(parts, self.steps[0])
@@ -59,17 +65,6 @@ class Policy:
     def _results(self, forward: Callable, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output = forward(obs)
         return output if isinstance(output, tuple) else (output,)
-
-    def _choose(self, parts: np.ndarray) -> None:
-        """Choose what acts for each shard. Where the module does, it goes on."""
-        self.stale = False
-        if self.calls == 0:
-            self.layers = [self._traced(part) for part in parts]
-        self.steps = [layers and self._steps(part, layers) for part, layers in zip(parts, self.layers, strict=True)]
-        self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
-        if parts.ndim == 3 and not all(self.steps):
-            reason = "it is not Linear, Tanh and ReLU, one after another"
-            self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
 
     def _traced(self, part: np.ndarray) -> list[list[nn.Module]]:
         """For each result, the layers that make it of a shard's observations; none where other code takes part."""

@@ -116,16 +116,15 @@ class RunArgs:
             options = json.loads(self.env_kwargs)
         except ValueError:
             options = None
-        is_object = isinstance(options, dict)
-        self.require(is_object, "env_kwargs", """a JSON object, such as '{"num_levels": 200}'""")
+        needed = """a JSON object, such as '{"num_levels": 200}'"""
+        self.require(isinstance(options, dict), "env_kwargs", needed)
         for name, package in {"track": "wandb", "tensorboard": "tensorboard", "capture_video": "av"}.items():
             missing = getattr(self, name) and find_spec(package) is None
             self.require(not missing, name, f"left off, or first: pip install {package}")
         evaluated = self.eval_every > 0 or (self.stop_at_return is None and not self.capture_video)
         self.require(evaluated, "eval_every", "at least 1 with --stop-at-return or --capture-video")
         self.require(bool(self.run_dir) or not self.resume, "run_dir", "a directory with --resume")
-        resumable = self.checkpoint_every > 0 or not self.resume
-        self.require(resumable, "checkpoint_every", "at least 1 with --resume")
+        self.require(self.checkpoint_every > 0 or not self.resume, "checkpoint_every", "at least 1 with --resume")
 
     def _convert(self, name: str, hint: Any) -> None:
         """Give a field its value as the type `hint` has it; raise `BadInput` where that has no such value."""
@@ -161,10 +160,6 @@ class RunArgs:
         evaluates = self.load_model is not None and self.total_timesteps == 0 and self.eval_every > 0
         valid = evaluates or self.total_timesteps >= least
         self.require(valid, "total_timesteps", f"at least {least}, {what}")
-
-    def as_json(self) -> dict[str, Any]:
-        """All flags as they are read back from config.json."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 def flag(name: str) -> str:

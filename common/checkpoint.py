@@ -82,17 +82,15 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch raises its own for a full disk's
             fault = one_line(error)
         faults = [x for x in self.world.gather_objects(fault) if x]  # collective
-        if self.world.rank > 0:
-            return
         if faults:
             shutil.rmtree(part, ignore_errors=True)
             self.logger.note(f"{folder}: cannot be written ({faults[0]}); the run goes on with those it has")
-            return
-        shutil.rmtree(folder, ignore_errors=True)  # one that could not be read
-        part.rename(folder)
-        steps = sorted(int(path.name) for path in self.dir.iterdir() if path.name.isdecimal())
-        for step in steps[:-2]:
-            shutil.rmtree(self.dir / str(step), ignore_errors=True)
+        elif self.world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # one that could not be read
+            part.rename(folder)
+            steps = sorted(int(path.name) for path in self.dir.iterdir() if path.name.isdecimal())
+            for step in steps[:-2]:
+                shutil.rmtree(self.dir / str(step), ignore_errors=True)
 
 
 def load_model(args: RunArgs, state: dict[str, Any]) -> None:
@@ -107,6 +105,6 @@ def load_model(args: RunArgs, state: dict[str, Any]) -> None:
         if name in trained and hasattr(args, name):
             same = getattr(args, name) == trained[name]
             args.require(same, name, f"{trained[name]} with --load-model {path}")
-    fixed = [name for name, x in state.items() if isinstance(x, torch.Tensor) and not x.requires_grad]
-    wanted = {name: x for name, x in for_model(state).items() if name not in fixed}
+    # a tensor that is not learned has a flag's value
+    wanted = {name: x for name, x in for_model(state).items() if getattr(x, "requires_grad", True)}
     restore(wanted, model, f"--load-model {path} (of {trained['env_id']})")

@@ -37,8 +37,7 @@ class Environments:
 
     `parts`: the global indices of each shard; `shards`: the same in local ones. Vectors are floats, images
     (channels, height, width): their channels are the last axis unless the first is shorter. `atari`: games, with
-    `stack` frames in an observation, oldest first. `finished`: (return, length, local environment) of episodes
-    that ended. Raises `BadInput` naming --env-id.
+    `stack` frames in an observation, oldest first. Raises `BadInput` naming --env-id.
     """
 
     def __init__(self, args: Any, domain: int, parts: list[range], world: World, draws: bool = False) -> None:
@@ -55,7 +54,16 @@ class Environments:
         self.family = args.env_id.partition("/")[0]
         self.started = False
         self.envs = self._make()
-        self._set_action_space(self.envs.single_action_space)
+        space = self.envs.single_action_space
+        self.action_space = self.single_action_space = space
+        if isinstance(space, gym.spaces.Box):  # scripts see an action between finite bounds in units of [-1, 1]
+            with np.errstate(over="ignore"):
+                bounded = np.isfinite(space.high - space.low)  # not where a type's largest numbers stand for none
+            low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
+            self.center = (low + high) / 2
+            self.scale = (high - low) / 2
+            low, high = np.where(bounded, -1.0, space.low), np.where(bounded, 1.0, space.high)
+            self.single_action_space = gym.spaces.Box(low, high, dtype=space.dtype)
         space = self.envs.single_observation_space
         self.atari = self.family == "ALE" or getattr(self.envs, "atari", False)
         self.stack = space.shape[0] if self.family == "ALE" else 1
@@ -66,18 +74,6 @@ class Environments:
         elif self.casts:
             space = gym.spaces.Box(-np.inf, np.inf, space.shape, default_float())
         self.single_observation_space = space
-
-    def _set_action_space(self, space: gym.Space) -> None:
-        """Scripts see an action between finite bounds in units of [-1, 1], whatever its own are."""
-        self.action_space = self.single_action_space = space
-        if isinstance(space, gym.spaces.Box):
-            with np.errstate(over="ignore"):
-                bounded = np.isfinite(space.high - space.low)  # not where a type's largest numbers stand for none
-            low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
-            self.center = (low + high) / 2
-            self.scale = (high - low) / 2
-            low, high = np.where(bounded, -1.0, space.low), np.where(bounded, 1.0, space.high)
-            self.single_action_space = gym.spaces.Box(low, high, dtype=space.dtype)
 
     def _make(self) -> VectorEnv:
         args = self.args
@@ -109,11 +105,8 @@ class Environments:
             import ale_py
 
             gym.register_envs(ale_py)
-            own = same_step | {
-                "num_threads": threads,
-                "life_loss_info": life_loss,
-                "reward_clipping": False,  # statistics count the score; scripts take the sign
-            }
+            # rewards are not clipped: statistics count the score, scripts take the sign
+            own = same_step | {"num_threads": threads, "life_loss_info": life_loss, "reward_clipping": False}
             if "game" in options:
                 raise gym.error.Error("game is what --env-id says; leave it out")
             options = {"repeat_action_probability": 0.0} | options  # as in NoFrameskip-v4's published results
@@ -137,7 +130,7 @@ class Environments:
         self.returns = np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, dtype=np.int64)
         self.frames = np.zeros(self.num_envs, dtype=np.int64)  # of an Atari game so far
-        self.finished: list[tuple[float, int, int]] = []
+        self.episodes = np.zeros((self.num_envs, 3))  # of those that ended: sums of returns and lengths, number
         self.seeds = environment_seeds(self.args.seed, self.domain, self.indices, checkpoint)
         seed_libraries(self.seeds[0])
         obs, _ = self.envs.reset(seed=np.array(self.seeds) if self.family == "ALE" else self.seeds)
@@ -155,7 +148,19 @@ class Environments:
         obs, rewards, terminations, truncations, infos = self.envs.step(self.for_simulator(actions))
         self._require_finite("its reward", rewards)
         truncations = truncations & ~terminations
-        ended = self._count(rewards, terminations, truncations, infos)
+        self.returns += rewards
+        self.lengths += 1
+        ended = terminations | truncations
+        if self.family == "ALE":
+            over = infos["episode_frame_number"] < self.frames  # not where a life was lost
+            ended = truncations | (terminations & over)
+            self.frames[:] = infos["episode_frame_number"]
+        elif self.family == "envpool":
+            ended = infos["game_over"]
+        for i in ended.nonzero()[0]:
+            self.episodes[i] += (self.returns[i], self.lengths[i], 1)
+            self.returns[i] = 0.0
+            self.lengths[i] = 0
         final_obs = {}
         for i in truncations.nonzero()[0]:
             [final_obs[i]] = self._converted(np.array(infos["final_obs"][i])[None], first=i)
@@ -171,30 +176,11 @@ class Environments:
         actions = self.center + self.scale * actions.reshape(-1, *space.shape)
         return actions.clip(space.low, space.high).astype(space.dtype)
 
-    def _count(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict) -> np.ndarray:
-        """Count a vector step, by unchanged rewards -> where whole episodes ended."""
-        self.returns += rewards
-        self.lengths += 1
-        ended = terminations | truncations
-        if self.family == "ALE":
-            over = infos["episode_frame_number"] < self.frames  # not where a life was lost
-            ended = truncations | (terminations & over)
-            self.frames[:] = infos["episode_frame_number"]
-        elif self.family == "envpool":
-            ended = infos["game_over"]
-        for i in ended.nonzero()[0]:
-            self.finished.append((float(self.returns[i]), int(self.lengths[i]), int(i)))
-            self.returns[i] = 0.0
-            self.lengths[i] = 0
-        return ended
-
     def pop_sums(self) -> np.ndarray:
         """For each shard (number here, 3): returns, lengths, number of its episodes since the last call."""
-        sums = np.zeros((self.num_envs, 3))
-        for episode_return, length, i in self.finished:
-            sums[i] += episode_return, length, 1
-        self.finished = []
-        return np.add.reduceat(sums, [shard.start for shard in self.shards])
+        sums = np.add.reduceat(self.episodes, [shard.start for shard in self.shards])
+        self.episodes[:] = 0.0
+        return sums
 
     def close(self) -> None:
         try:
@@ -229,9 +215,10 @@ def seed_libraries(seed: int) -> None:
 class Simulator(gym.Wrapper):
     """One environment that is written in Python: without its infos, which nothing reads.
 
-    Each episode has a seed, also of environments that would seed themselves. In a worker process Ctrl-C spares it,
-    it never outlives its rank, and libraries are seeded for it alone. Errors of the environment carry its `name`
-    and step. Raises `BadInput` for observations unlike their space.
+    Observations that are neither a vector nor an image become a vector, as `metadata` says. Each episode has a seed,
+    also of environments that would seed themselves. In a worker process Ctrl-C spares it, it never outlives its rank,
+    and libraries are seeded for it alone. Errors of the environment carry its `name` and step. Raises `BadInput` for
+    observations unlike their space, or of which none becomes a vector.
     """
 
     def __init__(self, env_id: str, options: dict[str, Any], name: str) -> None:
@@ -240,7 +227,16 @@ class Simulator(gym.Wrapper):
             from minatar.gym import register_envs
 
             register_envs()
-        super().__init__(with_vectors(gym.make(env_id, **options)))
+        env = gym.make(env_id, **options)
+        space = env.observation_space
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3):
+            with suppress(NotImplementedError):
+                env = FlattenObservation(env)
+                env.metadata = env.metadata | {"flattened": one_line(space)}
+        if not isinstance(env.observation_space, gym.spaces.Box):
+            advice = "register a wrapper that makes them a Box (docs/environments.md)"
+            raise BadInput(f"--env-id {env_id}: its observations, {one_line(space)}, make no vector; {advice}.")
+        super().__init__(env)
         self.shape = self.observation_space.shape
         self.name = name
         self.num_steps = 0
@@ -289,32 +285,15 @@ class Simulator(gym.Wrapper):
         return obs, reward, terminated, truncated, {}
 
 
-def with_vectors(env: gym.Env) -> gym.Env:
-    """The environment; observations that are neither a vector nor an image become a vector, as `metadata` says.
-
-    Raises `BadInput` for those that cannot.
-    """
-    space = env.observation_space
-    if isinstance(space, gym.spaces.Box) and len(space.shape) in (1, 3):
-        return env
-    with suppress(NotImplementedError):
-        env = FlattenObservation(env)
-        env.metadata = env.metadata | {"flattened": one_line(space)}
-    if not isinstance(env.observation_space, gym.spaces.Box):
-        advice = "register a wrapper that makes them a Box (docs/environments.md)"
-        raise BadInput(f"--env-id {env.spec.id}: its observations, {one_line(space)}, make no vector; {advice}.")
-    return env
-
-
 class Episode(NamedTuple):
-    first_obs: np.ndarray  # of all of the rank's episodes
+    first_obs: np.ndarray | None  # of all of the rank's episodes
     actions: list[np.ndarray]  # with --capture-video
     episodic_return: float
 
 
 def evaluate(
     act: Callable[[np.ndarray], np.ndarray], args: Any, world: World, note: Callable[[str], None] = print
-) -> tuple[dict[str, float], Episode | None]:
+) -> tuple[dict[str, float], Episode]:
     """Play --eval-episodes, each from its own seed, always the same -> a row of means; and this rank's first.
 
     `act` maps a shard's observations (n, *shape) to actions. Shard s plays the episodes e with e mod the number
@@ -336,11 +315,9 @@ def evaluate(
             if playing[0] and args.capture_video and world.rank == 0:
                 first_actions.append(np.array(actions[0]))
             obs, *_ = envs.step(actions)
-            for episode_return, length, i in envs.finished:
-                if playing[i]:  # the first episode of each counts
-                    results[envs.indices[i]] = episode_return, length
-                    playing[i] = False
-            envs.finished.clear()
+            for i in np.flatnonzero(playing & (envs.episodes[:, 2] > 0)):  # the first episode of each counts
+                results[envs.indices[i]] = envs.episodes[i, :2]
+                playing[i] = False
         if step % EVALUATION_BOUNDARY == 0:  # so that a long evaluation is no hang
             num_playing = world.gather([playing.sum()]).sum()  # collective
             if num_playing == 0 or world.stop:
@@ -355,4 +332,4 @@ def evaluate(
     returns, lengths = world.gather(results).sum(0).reshape(episodes, 2).T  # collective
     row = {"eval/episodic_return": returns.mean(), "eval/episodic_length": lengths.mean()}
     row |= {"eval/episodes": episodes, "time/eval": time.perf_counter() - start}
-    return row, Episode(first_obs, first_actions, results[0, 0]) if envs else None
+    return row, Episode(first_obs, first_actions, results[0, 0])

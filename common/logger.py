@@ -196,21 +196,14 @@ class Logger(ExitStack):
         for name, value in row.items() if self.tensorboard else ():
             self.tensorboard.add_scalar(name, value, step)
         self.latest |= row
-        due = "time/eval" in row or (step == self.total and not self.args.eval_every)
-        due = due or time.perf_counter() > self.shown + PROGRESS_PERIOD
-        if due or not self.bar.disable:
-            self._show()
-
-    def _show(self) -> None:
-        """Show progress: on a terminal in a bar with the time left, otherwise in a line."""
-        self.shown = time.perf_counter()
-        step = self.latest["global_step"]
         numbers = [f"{word} {self.latest[name]:,.1f}" for word, name in SHOWN.items() if name in self.latest]
-        if self.bar.disable:
-            self.note("  ".join([f"{step:,} of {self.total:,}", *numbers]))
-        else:
+        due = "time/eval" in row or (step == self.total and not self.args.eval_every)
+        if not self.bar.disable:  # on a terminal, with the time left
             self.bar.set_postfix_str("  ".join(numbers), refresh=False)
             self.bar.update(step - self.bar.n)
+        elif due or time.perf_counter() > self.shown + PROGRESS_PERIOD:
+            self.shown = time.perf_counter()
+            self.note("  ".join([f"{step:,} of {self.total:,}", *numbers]))
 
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
@@ -269,7 +262,7 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
             versions[package] = metadata.version(package)
     return {
         "script": script.stem,
-        "args": args.as_json(),
+        "args": json.loads(json.dumps(vars(args))),  # as they are read back
         "columns": list(columns),
         "world_size": world.world_size,
         "command": shlex.join(sys.argv),

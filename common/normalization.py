@@ -79,8 +79,7 @@ def standardized(x: torch.Tensor, world: World, dims: int = 1) -> torch.Tensor:
     for part in x.double().chunk(len(world.shards), -1):
         part = part.flatten(-dims)
         sums.append(torch.stack([part.sum(-1), (part**2).sum(-1)]).flatten().cpu().numpy())
-    moments = world.gather_shards(sums).sum(0)  # collective
-    first, second = moments.reshape(2, *kept, *[1] * dims)
+    first, second = world.gather_shards(sums).sum(0).reshape(2, *kept, *[1] * dims)  # collective
     std = np.sqrt(np.maximum(second - first**2 / count, 0.0) / max(count - 1, 1))
     mean, std = (torch.from_numpy(moment).to(x) for moment in (first / count, std))
     return (x - mean) / (std + 1e-8)

@@ -107,15 +107,13 @@ class World:
         if threading.current_thread() is threading.main_thread():  # Python takes signals nowhere else
             for number in (signal.SIGINT, signal.SIGTERM):
                 before[number] = signal.signal(number, self._request)
-        failed = False
+        failed = True
         try:
             self._init_process_group(timeout)  # collective
             yield
-        except BaseException as error:
-            failed = True
-            traceback.clear_frames(error.__traceback__)  # they hold DDP modules
-            raise
+            failed = False
         finally:
+            traceback.clear_frames(sys.exc_info()[2])  # they hold DDP modules
             ends = failed and self.world_size > 1  # then torchrun's SIGTERM is not to cut its end short
             for number, handler in before.items() if not ends else ():
                 signal.signal(number, handler)
@@ -184,16 +182,22 @@ class World:
     def gather(self, values: np.ndarray | list[float]) -> np.ndarray:
         """K numbers of every rank -> (world_size, K) float64, equal on all ranks. Shares stop requests too."""
         local = np.append(np.asarray(values, dtype=np.float64), self.signum)
-        table = local[None]
-        if self.memory and local.nbytes <= SLOT:
-            table = self.memory.gather(local).copy()  # collective
-        elif self.world_size > 1:
-            packed = torch.empty(self.world_size, len(local), dtype=torch.float64)
-            dist.all_gather(list(packed), torch.from_numpy(local))  # collective
-            table = packed.numpy()
+        table = self.rows(torch.from_numpy(local)).numpy().copy()  # collective
         self.feed()
         self.stop = int(table[:, -1].max())
         return table[:, :-1]
+
+    def rows(self, own: torch.Tensor) -> torch.Tensor:
+        """own (n,) of every rank -> (world_size, n), valid until the next call."""
+        if self.world_size == 1:
+            return own[None]
+        if self.memory and own.nbytes <= SLOT:
+            table = self.memory.gather(own.view(torch.uint8).numpy())  # collective
+            return torch.from_numpy(table).view(own.dtype)
+        sent = own if self.nccl else own.cpu()  # gloo takes no others
+        table = sent.new_empty(self.world_size, len(sent))
+        dist.all_gather(list(table), sent)  # collective
+        return table.to(own.device)
 
     def gather_shards(self, values: list[np.ndarray] | list[list[float]]) -> np.ndarray:
         """K numbers for each of this rank's shards -> (num_shards, K) float64, in the order of shards."""
@@ -237,12 +241,12 @@ def generators_kept() -> Iterator[None]:
 @contextmanager
 def process_kept() -> Iterator[None]:
     """Set up this process for a run; afterwards its generators, threads and number formats are as before."""
-    threads = torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
     with suppress(AttributeError, OSError, TypeError):  # glibc keeps freed blocks: new pages cost time
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD
             mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     # processors are slow with numbers nearer to 0 than 1e-38, and Adam's averages for dead units become such
     torch.set_flush_denormal(True)
     # one thread for numpy's BLAS: products that are split over threads round differently

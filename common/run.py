@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.acting import Policy
+from common.acting import PERIOD, Policy
 from common.arguments import MAY_CHANGE_ON_RESUME, RunArgs
 from common.environments import TRAINING, Environments, evaluate
 from common.logger import Logger, write_whole
@@ -108,8 +108,8 @@ class Run:
             self._require_registered(loss)
             self.gradients[loss] = Gradient(loss, self.world, self._compiles(sizes), self.logger.note)
         stats = self.gradients[loss](inputs, sizes)  # collective
-        for policy in self.policies:
-            policy.stale = self.device.type == "cuda"
+        for policy in self.policies if self.device.type == "cuda" else ():
+            policy.calls += -policy.calls % PERIOD  # the next one copies the weights anew
         self.world.feed()
         of_names = {name: [of_shard[name] for of_shard in stats] for name in stats[0]}
         for name, of_shards in of_names.items():
@@ -258,10 +258,9 @@ class Run:
         """Compare ranks, then play and log the evaluation -> its mean return."""
         check_equal(self.global_step, self.state, self.world)  # collective
         row, episode = evaluate(self.act, self.args, self.world, self.logger.note)  # collective
-        first_obs = episode.first_obs if episode else None
-        if self.first_obs is not None and not np.array_equal(first_obs, self.first_obs):
+        if self.first_obs is not None and not np.array_equal(episode.first_obs, self.first_obs):
             self.logger.note("evaluations began otherwise from the same seeds: no run of this task repeats")
-        self.first_obs = first_obs
+        self.first_obs = episode.first_obs
         if not self.world.stop:  # which cuts it short
             self.logger.log(self.global_step, row)
             self.logger.film(self.global_step, episode)
@@ -271,7 +270,7 @@ class Run:
         """Compare ranks; write model.pt, with what is registered."""
         check_equal(self.global_step, self.state, self.world)  # collective
         if self.args.save_model and self.logger.enabled:
-            args = {name: x for name, x in self.args.as_json().items() if name not in MAY_CHANGE_ON_RESUME}
+            args = {name: x for name, x in vars(self.args).items() if name not in MAY_CHANGE_ON_RESUME}
             model = {"args": args, "global_step": self.global_step}
             model |= {name: state_of(x) for name, x in for_model(self.state).items()}
             write_whole(self.logger.dir / "model.pt", partial(torch.save, model))

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from common.memory import SLOT
 from common.processes import BadInput, World, one_line
 
 # CUDA graphs, of kernels that no timing chooses: on each rank alike
@@ -50,8 +49,7 @@ class Gradient:
         self.places = {p: place for place, p in enumerate(self.parameters)}
         self.gradients: list[Gradients] = []  # of this rank's shards so far
         if isinstance(loss, DDP) and (world.sharded or world.memory):
-            average = weakref.WeakMethod(self._average)  # DDP keeps its hook, which must not keep DDP
-            loss.register_comm_hook(None, lambda _, bucket: average()(bucket))
+            loss.register_comm_hook(weakref.proxy(self), Gradient._average)  # DDP must not keep itself
 
     def __call__(self, inputs: Any, sizes: list[int] | None) -> list[Stats]:
         """`inputs` as in `Run.backward` -> what the loss reports for each shard here. Collective."""
@@ -159,23 +157,9 @@ def tree_sum(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def sum_over_ranks(flat: torch.Tensor, world: World) -> None:
-    """Replace (n,) by its sum over ranks, with shards along a binary tree of ranks."""
-    if world.memory:
-        for part in flat.split(SLOT // 8):  # numbers of at most 8 bytes
-            table = torch.from_numpy(world.memory.gather(part.view(torch.uint8).numpy()))  # collective
-            [total] = tree_sum([[row] for row in table.view(flat.dtype)])
-            part.copy_(total)
-        return
-    if not world.sharded:
+    """Replace (n,) by its sum over ranks, with shards or shared memory along a binary tree of ranks."""
+    if not world.sharded and not world.memory:
         dist.all_reduce(flat)  # collective
         return
-    distance = 1
-    while distance < world.world_size:  # a + b on one rank, b + a on the other: the same bits
-        other = world.rank ^ distance
-        sent = flat if world.nccl else flat.cpu()  # gloo sends CPU tensors only
-        received = torch.empty_like(sent)
-        operations = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
-        for work in dist.batch_isend_irecv(operations):  # collective
-            work.wait()
-        flat += received.to(flat.device)
-        distance *= 2
+    [total] = tree_sum([[row] for row in world.rows(flat)])  # collective
+    flat.copy_(total)

@@ -14,6 +14,7 @@ import pytest
 
 import ppo_ddp
 import sac_ddp
+from common.environments import Episode
 from common.processes import World
 from runs import Run, descendants, finish, free_port, run, send, start, train, wait_until
 
@@ -151,7 +152,7 @@ def test_a_run_that_reaches_no_boundary_is_ended(grace, tmp_path):
 def test_a_stop_in_the_first_evaluation_learns_nothing(tmp_path, monkeypatch):
     def evaluate(act, args, world, note):
         world.stop = signal.SIGTERM
-        return {"eval/episodic_return": 0.0}, None
+        return {"eval/episodic_return": 0.0}, Episode(None, [], 0.0)
 
     monkeypatch.setattr("common.run.evaluate", evaluate)
     with pytest.raises(SystemExit, match="143"):

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -301,14 +302,15 @@ def test_whole_numbers_without_a_useful_bound_are_not_scaled():
         assert Pixels(gym.spaces.Box(0, high, (3, 8, 8), np.int32)).scale == scale
 
 
-def test_bounds_that_a_type_has_by_itself_are_none():
+def test_bounds_that_a_type_has_by_itself_are_none(monkeypatch):
     """Such a dimension is neither scaled nor clipped into one."""
     large = np.finfo(np.float32).max
+    space = gym.spaces.Box(np.float32([-large, -2, 0]), np.float32([large, 6, np.inf]))
+    simulators = SimpleNamespace(single_action_space=space, single_observation_space=space)
+    monkeypatch.setattr(Environments, "_make", lambda self: simulators)
     envs = Environments(ppo_ddp.Args(env_id=PLAIN), TRAINING, [range(1)], World(False))
-    envs._set_action_space(gym.spaces.Box(np.float32([-large, -2, 0]), np.float32([large, 6, np.inf])))
     assert envs.single_action_space.low.tolist() == [-large, -1, 0]
     assert envs.for_simulator(np.array([[50.0, 0.5, -3.0]])).tolist() == [[50.0, 4.0, 0.0]]
-    envs.close()
 
 
 SPAWNED = """

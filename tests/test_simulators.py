@@ -29,10 +29,9 @@ def transitions(vectorization: str, *quirks: str) -> list:
         *arrays, infos = envs.step(np.array([0, 1, step % 2]))
         assert infos.keys() == {"final_obs", "episode_ended"} and [*infos["final_obs"]] == [*np.flatnonzero(arrays[-1])]
         found.append([x.tolist() for x in (*arrays, infos["episode_ended"], *infos["final_obs"].values())])
-    finished = envs.finished
     envs.close()
-    assert len(finished) > 4
-    return [*found, finished]
+    assert envs.episodes[:, 2].sum() > 4
+    return [*found, envs.episodes.tolist()]
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
@@ -107,7 +106,7 @@ def test_a_game_that_its_limit_of_frames_ends_is_counted():
         assert np.array_equal(infos["episode_ended"], truncations)
         truncated += truncations.sum()
     envs.close()
-    assert truncated > 20 and len(envs.finished) == truncated
+    assert truncated > 20 and envs.episodes[:, 2].sum() == truncated
 
 
 def test_atari_games_take_every_action():
