@@ -205,9 +205,9 @@ def test_the_wrapper_of_metadrive_trains_ppg(tmp_path, monkeypatch):
     (tmp_path / "metadrive.py").write_text(METADRIVE)
     for path in (tmp_path, ROOT / "docs" / "wrappers"):
         monkeypatch.syspath_prepend(path)
-    flags = '--env-id my_metadrive:Drive-v0 --vectorization async --env-kwargs {"max_episode_steps":9} --eval-episodes 1'
+    flags = '--env-id my_metadrive:Drive-v0 --env-kwargs {"max_episode_steps":9} --eval-episodes 1'
     flags += " --num-envs 2 --num-steps 8 --n-pi 1 --num-aux-minibatches 2 --num-minibatches 2 --total-timesteps 64"
-    done = run("ppg_ddp.py", 1, flags, tmp_path / "run")
+    done = run("ppg_ddp.py", 1, f"{flags} --vectorization async", tmp_path / "run")
     assert len(done.column("eval/episodic_return")) == 2 and sum(done.column("charts/episodes")) > 0
     page = (ROOT / "docs" / "environments.md").read_text()
     modules = {path.stem for path in (ROOT / "docs" / "wrappers").glob("*.py")}
