@@ -344,7 +344,8 @@ def replay_latency(repetitions: int, side: int = 1000) -> None:
         for _ in range(side):
             infos = {"final_obs": {}, "episode_ended": yes}
             rb.add(np.zeros(side, np.int64), np.ones(side), yes, ~yes, obs, infos)
-        rb.update_priorities(np.arange(side**2), torch.rand(side**2))
+        for places in np.arange(side**2).reshape(side, side):
+            rb.update_priorities(places, torch.rand(side))
         times: dict[str, list[float]] = {"sample": [], "update": []}
         for _ in range(1000 * repetitions):
             start = time.perf_counter()

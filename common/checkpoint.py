@@ -17,8 +17,6 @@ from common.logger import Logger, write_whole
 from common.processes import BadInput, World, one_line
 from common.tensors import for_model, restore, state_of
 
-load = partial(torch.load, map_location="cpu", weights_only=True)
-
 
 class Checkpoints:
     """Writes checkpoints and keeps the newest two. `state`: equal on all ranks; `replay`: a buffer, or None."""
@@ -44,7 +42,7 @@ class Checkpoints:
             folder = self.dir / str(step)
             fault = ""
             try:
-                saved = load(folder / "state.pt")
+                saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
                 for index, shard in enumerate(self.shards):
                     with np.load(folder / f"replay-{shard}") as arrays:
                         self.replay.load_shard(index, arrays, saved["replay"])
@@ -97,7 +95,7 @@ def load_model(args: RunArgs, state: dict[str, Any]) -> None:
     """Give networks and normalisers the values of --load-model. Raises `BadInput` for what does not fit."""
     path = args.load_model
     try:
-        model = load(path)
+        model = torch.load(path, map_location="cpu", weights_only=True)
         trained = model["args"]
     except Exception as error:  # torch raises many kinds
         raise BadInput(f"--load-model {path}: cannot be read ({type(error).__name__}).") from error

@@ -254,7 +254,7 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
         device = f"{torch.cuda.get_device_name(world.device)}; {device}"
     code = [script, *sorted(Path(__file__).parent.glob("*.py"))] if __package__ else [script]  # it may be one file
     digest = hashlib.blake2b(b"".join(path.read_bytes() for path in code), digest_size=8)
-    blas = [x for x in threadpool_info() if x["user_api"] == "blas"]
+    blas = [x for x in threadpool_info() if x["user_api"] == "blas" and "numpy" in x["filepath"]]
     commit = git(script, "rev-parse", "--verify", "--quiet", "HEAD").strip() or None
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
@@ -269,7 +269,7 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
         "device": device,
         "instructions": torch.backends.cpu.get_cpu_capability(),  # such as AVX512
         "threads": args.num_threads or (1 if world.sharded else world.cores),  # at most
-        "blas": sorted(f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in blas),
+        "blas": [f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in blas],
         "sources": digest.hexdigest(),
         "commit": commit,
         "changed": commit and bool(git(script, "status", "--porcelain", "--", script.name, "common")),

@@ -226,14 +226,14 @@ def test_variables_of_launchers_that_are_empty_or_alone(monkeypatch):
     assert World(False).cores == 1
 
 
-def test_records_do_not_depend_on_the_order_of_libraries(monkeypatch):
-    """threadpoolctl finds them in another order once scipy is loaded."""
-    found = [{"user_api": "blas", "internal_api": x, "version": "1"} for x in ("mkl", "openblas")]
+def test_records_do_not_depend_on_other_libraries(monkeypatch):
+    """threadpoolctl finds scipy's BLAS too once that is loaded, before numpy's or after it."""
+    found = [{"user_api": "blas", "internal_api": "openblas", "version": x, "filepath": x} for x in ("numpy", "scipy")]
     records = []
-    for order in (found, found[::-1]):
+    for order in (found, found[::-1], found[:1]):
         monkeypatch.setattr("common.logger.threadpool_info", lambda order=order: order)
         records.append(run_record(ppo_ddp.Args(), Path("ppo_ddp.py"), (), World(False)))
-    assert records[0] == records[1]
+    assert records[0] == records[1] == records[2] and len(records[0]["blas"]) == 1
 
 
 def test_a_console_of_few_letters(tmp_path, monkeypatch):
