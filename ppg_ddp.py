@@ -8,9 +8,9 @@ To use it in a project of your own, copy this file and `common/`.
 
 Arrays hold the n environments of this process; gradients, running moments and the statistics of advantages are
 of all environments. So the number of processes changes only rounding, and with `--shards N` not even that: the
-environments form N groups, each computed in arrays of its own, and sums are added in a fixed order, by
-`run.policy`, `run.by_shard`, `run.backward` and common/normalization.py. All processes must reach each line
-marked `# collective` equally often.
+environments form N groups. `run.policy`, `run.by_shard` and `run.backward` compute each group in arrays of its
+own; `run.backward` and common/normalization.py add their sums in a fixed order. All processes must reach each
+line marked `# collective` equally often.
 
 PPG is PPO with separate policy and value networks, plus an auxiliary phase after every `--n-pi`
 iterations, where the policy network learns the value function without changing its policy. With
