@@ -69,7 +69,8 @@ def check_equal(step: int, state: dict[str, Any], world: World) -> None:
     digests = {}
     leaves, _ = tree_flatten_with_path({name: state_of(x) for name, x in state.items()})
     for path, value in leaves:
-        content = value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+        array = isinstance(value, torch.Tensor | np.ndarray)
+        content = np.asarray(value).tobytes() if array else repr(value).encode()
         digests[keystr(path)] = hashlib.blake2b(content, digest_size=8).digest()
     table = world.gather_objects(digests)  # collective
     for rank, others in enumerate(table):
