@@ -56,7 +56,7 @@ def test_the_run_directory(tmp_path):
     for row in evaluations:
         assert row["eval/episodes"] == "3" and row["time/eval"] and not row["losses/policy_loss"]
     config = json.loads((result.dir / "config.json").read_text())
-    assert config["world_size"] == 2 and config["versions"]["torch"] == torch.__version__ and config["device"]
+    assert config["world_size"] == 2 and torch.__version__.startswith(config["versions"]["torch"]) and config["device"]
     assert ppg_ddp.Args(**config["args"]).seed == 3 and "ppg_ddp.py" in config["command"]
     model = result.model
     assert model["global_step"] == 1024 and model["args"].items() <= config["args"].items()

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,8 @@ def test_the_difference_from_the_commit_is_kept(tmp_path):
     script.write_text("x = 2\n")
     changed, difference = recorded_by(script, tmp_path / "3")
     assert changed["changed"] and "-x = 1\n+x = 2\n" in difference and changed["commit"] == clean["commit"]
-    assert changed["sources"] != clean["sources"] == none["sources"]
-    assert changed["device"] == processor() and changed["threads"] >= 1 and len(changed["blas"]) > 0
-    assert changed["versions"]["torch"] == torch.__version__
+    assert changed["sources"] != clean["sources"] == none["sources"] and changed["threads"] >= 1
+    assert changed["device"] == processor() and changed["blas"] and changed["versions"]["torch"] == version("torch")
 
 
 def test_instructions_that_variables_choose_are_recorded():
@@ -109,7 +109,7 @@ def test_the_same_bytes_and_two_seeds(recorded, capsys):
         (None, {}, ""),
         (None, {"instructions": "none", "threads": 9}, "instructions AVX against none, threads 1 against 9"),
         (None, {"commit": "x"}, ""),
-        (None, {"versions": {"torch": "1.0"}}, f"torch {torch.__version__} against 1.0"),
+        (None, {"versions": {"torch": "1.0"}}, f"torch {version('torch')} against 1.0"),
         (None, {"world_size": 2}, "1 against 2 processes without --shards"),
         (4, {"world_size": 2}, ""),
     ],
