@@ -35,6 +35,8 @@ ROBOTS = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid", "Swimmer", "Re
 ROBOTS += ("InvertedPendulum", "InvertedDoublePendulum")
 PPO_MUJOCO = "--total-timesteps 1000000 --eval-every 50000 --num-envs 1 --num-steps 2048 --num-minibatches 32"
 PPO_MUJOCO += " --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs"
+# as Ant-v4 is: v5 observes contact forces, and charges at most 0.04 a step for them; v3's were all zero
+NO_CONTACTS = """--env-kwargs '{"include_cfrc_ext_in_observation": false, "contact_cost_weight": 0}'"""
 # as RL Zoo's settings for PPO, apart from larger minibatches and its state-dependent exploration, which we lack
 PPO_LUNAR = f"{LUNAR} --num-steps 1024 --num-minibatches 64 --learning-rate 3e-4"
 PPO_WALKER = "--total-timesteps 5000000 --eval-every 250000 --num-envs 32 --num-steps 2048 --num-minibatches 256"
@@ -211,6 +213,7 @@ SUITES = {
     ],
     "mujoco": [
         *(work("ppo_ddp.py", f"{robot}-v5", PPO_MUJOCO, {1: (1, 2, 3, 4, 5)}) for robot in ROBOTS),
+        work("ppo_ddp.py", "Ant-v5", f"{PPO_MUJOCO} {NO_CONTACTS}", {1: (1, 2, 3, 4, 5)}, "no-contacts"),
         *(
             work("sac_ddp.py", f"{robot}-v5", flags, seeds, variant)
             for robot in ROBOTS[:3]
