@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import Count, Fraction, Period, Positive, Rate, RunArgs, Whole, launch
+from common.arguments import Count, Fraction, Positive, Rate, RunArgs, Whole, launch
 from common.replay import Batch, ReplayBuffer
 from common.run import Run, crossed, open_run
 from common.tensors import default_float
@@ -50,7 +50,7 @@ from common.tensors import default_float
 
 @dataclass
 class Args(RunArgs):
-    eval_every: Period = 10_000
+    eval_every: Whole = 10_000
 
     # environment; the flags that all scripts share are in common/arguments.py
     env_id: str = "Pendulum-v1"

@@ -24,7 +24,6 @@ from common.processes import BadInput, Stopped, end_now, end_with_parent
 # the type of a flag, which values are valid (NaN is not), and what they are called
 Count = Annotated[int, (lambda x: x >= 1, "an integer of at least 1")]
 Whole = Annotated[int, (lambda x: x >= 0, "an integer of at least 0")]
-Period = Whole  # 0: never
 Positive = Annotated[float, (lambda x: 0 < x < math.inf, "a number above 0")]
 Weight = Annotated[float, (lambda x: 0 <= x < math.inf, "a number of at least 0")]
 Fraction = Annotated[float, (lambda x: 0 <= x <= 1, "a number from 0 to 1")]
@@ -65,13 +64,13 @@ class RunArgs:
     """seed of everything random, from 0 to 2**32 - 1"""
     shards: Count | None = None
     """power of two, such as 8: results are the same to the bit on 1, 2, 4, 8 processes, and depend on it"""
-    checkpoint_every: Period = 0
+    checkpoint_every: Whole = 0
     """write a checkpoint, and end all episodes, every so many transitions (all ranks); 0: never"""
     load_model: str | None = None
     """start from a model.pt (networks, normalisers, learned alpha); --total-timesteps 0: only evaluate it"""
 
     # evaluation
-    eval_every: Period = 50_000
+    eval_every: Whole = 50_000
     """evaluate every so many transitions (all ranks), before learning, and at the end; 0: never"""
     eval_episodes: Count = 20
     """episodes per evaluation, all ranks; an episode is cut at 27,000 steps"""
@@ -207,8 +206,9 @@ def launch(main: Callable[[Any], None], args_type: type[RunArgs]) -> None:
     rank = int(os.environ.get("RANK") or 0)
     code = 0
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()  # no rank outlives a killed torchrun
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             socket.create_connection(address).close()  # refused if it was killed before
         args = parse(args_type, sys.argv[1:], prints=rank == 0)

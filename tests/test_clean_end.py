@@ -192,6 +192,7 @@ PLAIN = "--env-id tests.envs:Plain-v0 --env-kwargs"
 ASYNC, HUNG = "--vectorization async", "Timeout (0:00:10)!"
 ONLINE = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": "/nowhere"}
 OFFLINE = ONLINE | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+APART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 LAUNCHER, FIRST, LAST = 0, 1, -1
 HOW = ("nan", "exit_step", "raise", "slow_made", "files")
 NAN, EXIT, RAISE, SLOW, FILES = (f'{PLAIN} {{"how":"{x}"}}' for x in HOW)
@@ -200,7 +201,7 @@ FAULTS = {
     "two ranks, a flag": Fault("ppo", "--no-such-flag", 2, "--no-such-flag", processes=2),
     "two ranks, a number": Fault("ppo", "--num-envs 5", 2, "such as 4", processes=2),
     "two ranks, nan": Fault("ppo", NAN, 1, "environment 0, its step 7: its reward", processes=2),
-    "torchrun killed": Fault("dqn", "", -9, processes=2, kill=(LAUNCHER, signal.SIGKILL)),
+    "torchrun killed": Fault("dqn", "", -9, processes=2, kill=(LAUNCHER, signal.SIGKILL), env=APART),
     "a worker killed": Fault("ppo", ASYNC, 1, "async_vector_env.py", kill=(FIRST, signal.SIGKILL)),
 }
 SLOW_FAULTS = {

@@ -66,9 +66,8 @@ def test_the_difference_from_the_commit_is_kept(tmp_path):
 
 def test_instructions_that_variables_choose_are_recorded():
     """Those by which tests imitate an older processor: what torch and OpenBLAS then take."""
-    program = "import json, ppo_ddp; from common.logger import run_record; from common.processes import World;"
-    program += "from pathlib import Path; args = ppo_ddp.Args(), Path('ppo_ddp.py'), (), World(cuda=False);"
-    program += "print(json.dumps(run_record(*args)))"
+    program = "import json, pathlib, ppo_ddp; from common.logger import run_record; from common.processes import World;"
+    program += "print(json.dumps(run_record(ppo_ddp.Args(), pathlib.Path('ppo_ddp.py'), (), World(cuda=False))))"
     words = {"cwd": ROOT, "env": os.environ | PROCESSORS["old"], "capture_output": True, "check": True}
     record = json.loads(subprocess.run([sys.executable, "-c", program], **words).stdout)
     assert record["instructions"] == "DEFAULT" and any("Nehalem" in library for library in record["blas"])
