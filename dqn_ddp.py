@@ -20,7 +20,7 @@ networks arXiv:1511.06581, n-step returns, and prioritised replay arXiv:1511.059
 3. Truncation bootstraps from the value of the last observation, termination does not (as in CleanRL).
 4. Logged losses are means over all gradient steps since the last row.
 5. By default 4 environments and a gradient step per 8 transitions (CleanRL: 1, and 10). The learning
-   rate falls to 0; where it is constant, as in CleanRL, three CartPole seeds in five ended below 470.
+   rate falls to 0; where it is constant, as in CleanRL, four CartPole seeds of ten ended below 470.
 6. In `common/`: no sticky actions in Atari; n-step returns stop where an episode ends; new transitions
    get the largest priority that any rank has set; a checkpoint truncates all running episodes.
 """

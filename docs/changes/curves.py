@@ -3,8 +3,9 @@
 for x in ppo:rnd ppo:gru dqn:munchausen sac:redq; do
     patch -o ${x#*:}.py ${x%:*}_ddp.py docs/changes/${x#*:}.diff
 done
-python -m benchmark.run docs/changes/curves.py
-python -m benchmark.plot docs/changes/curves.py
+python -m benchmark.run docs/changes/curves.py --results benchmark/results
+python -m benchmark.plot docs/changes/curves.py --results benchmark/results --figures benchmark/figures \\
+    --readme docs/results.md
 """
 
 from benchmark.suites import work
