@@ -67,7 +67,7 @@ class Policy:
         return output if isinstance(output, tuple) else (output,)
 
     def _traced(self, part: np.ndarray) -> list[list[nn.Module]]:
-        """For each result, the layers that make it of a shard's observations; none where other code takes part."""
+        """The layers that make each result of a shard's observations; none if other code may take part."""
         obs = to_tensor(part).to(self.world.device)
         calls = []
         with register_module_forward_hook(lambda *call: calls.append(call)):
@@ -86,6 +86,10 @@ class Policy:
                     layers.insert(0, layer)
             if tensor is obs and changes == 0:
                 traced.append(layers)
+        try:
+            self._results(torch.vmap(self.module), obs[:, None])  # refuses a branch on numbers
+        except Exception:
+            return []
         return traced if len(traced) == len(results) else []
 
     def _steps(self, obs: np.ndarray, traced: list[list[nn.Module]]) -> list[tuple]:

@@ -65,6 +65,9 @@ class Environments:
             low, high = np.where(bounded, -1.0, space.low), np.where(bounded, 1.0, space.high)
             self.single_action_space = gym.spaces.Box(low, high, dtype=space.dtype)
         space = self.envs.single_observation_space
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3) or 0 in space.shape:
+            advice = "register a wrapper that makes them a Box (docs/environments.md)"
+            raise BadInput(f"--env-id {args.env_id}: its observations, {one_line(space)}, make no vector; {advice}.")
         self.atari = self.family == "ALE" or getattr(self.envs, "atari", False)
         self.stack = space.shape[0] if self.family == "ALE" else 1
         self.channels_last = len(space.shape) == 3 and not self.atari and space.shape[-1] <= space.shape[0]
@@ -217,8 +220,7 @@ class Simulator(gym.Wrapper):
 
     Observations that are neither a vector nor an image become a vector, as `metadata` says. Each episode has a seed,
     also of environments that would seed themselves. In a worker process Ctrl-C spares it, it never outlives its rank,
-    and libraries are seeded for it alone. Errors of the environment carry its `name` and step. Raises `BadInput` for
-    observations unlike their space, or of which none becomes a vector.
+    and libraries are seeded for it alone. Errors carry its `name` and step. Raises `BadInput` for a wrong space.
     """
 
     def __init__(self, env_id: str, options: dict[str, Any], name: str) -> None:
@@ -233,9 +235,6 @@ class Simulator(gym.Wrapper):
             with suppress(NotImplementedError):
                 env = FlattenObservation(env)
                 env.metadata = env.metadata | {"flattened": one_line(space)}
-        if not isinstance(env.observation_space, gym.spaces.Box):
-            advice = "register a wrapper that makes them a Box (docs/environments.md)"
-            raise BadInput(f"--env-id {env_id}: its observations, {one_line(space)}, make no vector; {advice}.")
         super().__init__(env)
         self.shape = self.observation_space.shape
         self.name = name

@@ -51,14 +51,13 @@ class Run:
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()  # by column
         self.column = "time/rollout"  # of the seconds from `lap_start` on
-        self.lap_start = time.perf_counter()
         self.first_obs: np.ndarray | None = None  # of the last evaluation's episodes
         self.needs_reset = True  # at the beginning and after each checkpoint
         self.global_step = 0  # at the last call of `evaluate_and_checkpoint`
         self.num_checkpoints = 0  # how many have been written
         self.checkpoint_due = False
         if args.compile:
-            torch.compiler.reset()  # torch keeps eight graphs of a function, over all runs of a process
+            torch.compiler.reset()  # torch keeps eight graphs of a function over all runs
 
     def register(self, replay: Any = None, **state: Any) -> None:
         """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
@@ -187,12 +186,13 @@ class Run:
         return self.envs.reset(self.num_checkpoints)
 
     def row_due(self, global_step: int, log_every: int) -> bool:
-        """Whether to log a row: every `log_every`, before a checkpoint, at the end."""
+        """Whether to log a row: every `log_every`, before a checkpoint, where the run may end."""
         before = self.global_step
         self.lap()
         if crossed(STOP_PERIOD, before, global_step):
             self.world.gather([])  # collective: stop requests
-        if global_step == self.last_step or self.world.stop:
+        may_end = self.args.stop_at_return is not None and crossed(self.args.eval_every, before, global_step)
+        if global_step == self.last_step or self.world.stop or may_end:
             return True
         return crossed(log_every, before, global_step) or crossed(self.args.checkpoint_every, before, global_step)
 

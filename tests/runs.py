@@ -151,8 +151,7 @@ def fork(
         ranks[rank].kill()
     text = output.read_text()
     assert not late, f"ranks {late} still running after {PATIENCE} s:\n{text}"
-    codes = [process.exitcode for process in ranks]
-    assert codes == [code] * world_size, text
+    assert [process.exitcode for process in ranks] == [code] * world_size, text
     return text
 
 

@@ -54,7 +54,7 @@ REFUSED = [  # script, flags, what is said
     ("ppo", "--env-id MinAtar/NoSuch-v1", "NoSuch"),
     ("ppo", '--env-id ALE/Pong-v5 --env-kwargs {"game":"breakout"}', "game is what --env-id says"),
     ("ppo", "--env-id Sequence-v0", OBSERVATIONS),  # this one and the like: `SPACES`
-    ("dqn", "--env-id Graph-v0", OBSERVATIONS),
+    ("dqn", '--env-id ALE/Pong-v5 --env-kwargs {"grayscale":false}', OBSERVATIONS),
     ("ppo", "--env-id Image-v0 --norm-obs", "--norm-obs True: must be left off"),
     ("ppo", "--network impala", "--network impala: must be left off"),
     ("dqn", "--no-scale-pixels", WHOLE),
@@ -70,7 +70,6 @@ REFUSED = [  # script, flags, what is said
 IMAGE = gym.spaces.Box(0, 255, (12, 12, 3), np.uint8)
 SPACES = {  # of observations, or of actions
     "Sequence": {"obs": gym.spaces.Sequence(gym.spaces.Discrete(2))},
-    "Graph": {"obs": gym.spaces.Graph(gym.spaces.Discrete(2), None)},
     "Image": {"obs": IMAGE},
     "ImageBox": {"obs": IMAGE, "actions": gym.spaces.Box(-1, 1, (2,), np.float32)},
     "MultiDiscrete": {"actions": gym.spaces.MultiDiscrete([2, 2])},

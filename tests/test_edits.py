@@ -16,10 +16,12 @@ ACTOR_CRITIC = {"total_timesteps": 1024, "num_steps": 64, "learning_rate": 3e-3}
 REPLAY = {"total_timesteps": 1200, "learning_starts": 200, "batch_size": 8, "train_frequency": 8}
 FEATURES = "        features = self.network(obs)\n"
 BRANCH = f"        obs = obs / 10 if len(obs) > 1 else obs\n{FEATURES}"
+NEVER = f"        if obs.abs().max() > 1e9:\n            obs = obs / 10\n{FEATURES}"
 DEEPER = ("nn.Linear(width, size)", "nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, size)")
 # script, what stands there and what the user writes, settings, and whether numpy acts
 RUNS = {
     "branch": ("ppo_ddp.py", [(FEATURES, BRANCH)], ACTOR_CRITIC, False),
+    "branch on numbers": ("ppo_ddp.py", [(FEATURES, NEVER)], ACTOR_CRITIC, False),
     "ReLU, Box": ("ppo_ddp.py", [("nn.Tanh()", "nn.ReLU()")], ACTOR_CRITIC | {"env_id": "Pendulum-v1"}, True),
     "none": ("ppg_ddp.py", [], ACTOR_CRITIC | {"n_pi": 2, "update_epochs": 4}, True),
     "dueling": ("dqn_ddp.py", [], REPLAY | {"log_every": 100, "dueling": True}, False),

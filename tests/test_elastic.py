@@ -63,8 +63,7 @@ def test_slurm_requeues_the_script_of_the_docs(tmp_path):
     while any(os.path.exists(f"/proc/{pid}") for pid in (tmp_path / "steps").read_text().split()):
         assert time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.05)
-    again = job(1, 1)
-    assert again.wait(PATIENCE) == 0, (tmp_path / "out").read_text()
+    assert job(1, 1).wait(PATIENCE) == 0, (tmp_path / "out").read_text()
     out = (tmp_path / "out").read_text()
     assert "on 2 process(es)" in out and "going on from" in out and "on 1 process(es)" in out, out
     flags = f"{flags} --num-envs 8 --shards 8 --checkpoint-every 512 --run-dir {tmp_path / 'calm'}"

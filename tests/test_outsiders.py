@@ -118,8 +118,7 @@ def test_a_task_that_does_not_repeat_is_told(how, tmp_path, monkeypatch, capfd):
 def test_a_rank_may_wait_for_long_for_another_that_goes_on(tmp_path):
     """Of an evaluation of one episode, four seconds long on rank 0, rank 1 has nothing to do."""
     flags = f"{SHORT} {options(how='slow')} --total-timesteps 64 --eval-every 64 --eval-episodes 1 --timeout 3"
-    done = run("ppo_ddp.py", 2, flags, tmp_path / "run")
-    assert len(done.column("eval/episodic_return")) == 2
+    assert len(run("ppo_ddp.py", 2, flags, tmp_path / "run").column("eval/episodic_return")) == 2
 
 
 @pytest.mark.parametrize("what, code, said", [

@@ -13,7 +13,7 @@ SMALL = "--num-steps 32 --total-timesteps 1024 --eval-every 512 --eval-episodes 
 DOTS = "--seed 3 --env-id tests.envs:Dots-v0 --num-steps 64 --total-timesteps 6144 --update-epochs 2"
 DOTS += " --learning-rate 2e-3"
 DQN = "--prioritized --n-step 3 --double-q --dueling --learning-starts 1000 --learning-rate 1e-3 --eval-episodes 10"
-DQN += " --total-timesteps 30000 --exploration-fraction 0.3"
+DQN += " --total-timesteps 30000 --exploration-fraction 0.3 --log-every 7000"
 SAC = "--learning-starts 500 --batch-size 64 --total-timesteps 8000 --q-lr 2e-3 --policy-lr 1e-3"
 # how many processes, flags, evaluations at multiples of so many transitions, and the return at which a run ends
 LEARNS = {
@@ -32,6 +32,7 @@ def test_a_script_learns(what, tmp_path):
     result = run(f"{script}_ddp.py", size, flags, tmp_path / "run", dtype="float32")
     returns = result.column("eval/episodic_return")
     assert max(returns[:-1]) < goal <= returns[-1]
+    assert len({*result.column("global_step")[-2:]}) == 1  # a row of training, then the evaluation
 
 
 IMAGES = {
