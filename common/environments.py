@@ -65,7 +65,7 @@ class Environments:
             low, high = np.where(bounded, -1.0, space.low), np.where(bounded, 1.0, space.high)
             self.single_action_space = gym.spaces.Box(low, high, dtype=space.dtype)
         space = self.envs.single_observation_space
-        if not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3) or 0 in space.shape:
+        if not draws and (not isinstance(space, gym.spaces.Box) or len(space.shape) not in (1, 3) or 0 in space.shape):
             advice = "register a wrapper that makes them a Box (docs/environments.md)"
             raise BadInput(f"--env-id {args.env_id}: its observations, {one_line(space)}, make no vector; {advice}.")
         self.atari = self.family == "ALE" or getattr(self.envs, "atari", False)

@@ -51,6 +51,7 @@ class Run:
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()  # by column
         self.column = "time/rollout"  # of the seconds from `lap_start` on
+        self.lap_start = time.perf_counter()
         self.first_obs: np.ndarray | None = None  # of the last evaluation's episodes
         self.needs_reset = True  # at the beginning and after each checkpoint
         self.global_step = 0  # at the last call of `evaluate_and_checkpoint`
