@@ -50,4 +50,5 @@ def test_without_auxiliary_phases_it_is_ppo(world_size, env, tmp_path):
     shared = a.rows[0].keys()
     assert a.rows == [{name: row[name] for name in shared} for row in b.rows]
     assert not any(row[name] for row in b.rows for name in row.keys() - shared)
-    assert all(x.equal(dict(flat(b.model))[name]) for name, x in flat(a.model)) and a.model["agent"]
+    tensors = dict(flat(b.model))
+    assert all(x.equal(tensors[name]) for name, x in flat(a.model)) and a.model["agent"]
