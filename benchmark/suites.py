@@ -43,7 +43,7 @@ PPO_WALKER = "--total-timesteps 5000000 --eval-every 250000 --num-envs 32 --num-
 PPO_WALKER += " --update-epochs 10 --learning-rate 3e-4 --gamma 0.999 --clip-coef 0.18 --ent-coef 0 --norm-obs"
 PPO_PENDULUM = "--total-timesteps 102400 --eval-every 8192 --num-steps 1024 --num-minibatches 64 --update-epochs 10"
 PPO_PENDULUM += " --learning-rate 1e-3 --gamma 0.9 --ent-coef 0"
-# with RL Zoo's discount, lambda and clip, but without its state-dependent exploration, and five times its transitions
+# RL Zoo's discount, lambda, epochs and entropy bonus; its clipping, rate, steps, exploration and budget are others
 PPO_CAR = "--total-timesteps 100000 --eval-every 10000 --num-envs 8 --num-steps 256 --num-minibatches 32 --norm-obs"
 PPO_CAR += " --update-epochs 10 --learning-rate 3e-4 --gamma 0.9999 --gae-lambda 0.9 --ent-coef 0.004"
 SAC_BOX2D = "--total-timesteps 500000 --eval-every 25000 --log-every 10000 --checkpoint-every 25000 --compile"
