@@ -50,7 +50,7 @@ class Args:
     dry_run: bool = False
     """print the runs' commands, and run nothing"""
     cores: int = field(default_factory=lambda: World(cuda=False).cores)
-    """ranks at once, over all runs"""
+    """ranks at once, over all runs, on the first cores that it may use; start another one under `taskset`"""
     results: Path | None = None
     """where curves are recorded (default: benchmark/results; of a suite of your own, runs/results)"""
     replace: bool = False
