@@ -34,12 +34,12 @@ class Policy:
         parts = obs.reshape(len(self.world.shards), -1, *obs.shape[1:])
         if self.calls == 0:
             self.layers = [self._traced(part) for part in parts]
-        if self.calls % PERIOD == 0:  # choose what acts for each shard; where the module does, it goes on
+        if self.calls % PERIOD == 0:  # choose what acts for each shard; a module stays
             pairs = zip(parts, self.layers, strict=True)
             self.steps = [layers and self._steps(part, layers) for part, layers in pairs]
             self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
             if parts.ndim == 3 and not all(self.steps):
-                reason = "it is not Linear, Tanh and ReLU, one after another"
+                reason = "it is not Linear, Tanh and ReLU in a row"
                 self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
         self.calls += 1
         if self.alike:  # numpy makes a product for each shard
@@ -59,7 +59,7 @@ class Policy:
         return results
 
     def _torch(self, obs: np.ndarray) -> list[np.ndarray]:
-        return [x.cpu().numpy() for x in self._results(self.forward, to_tensor(obs).to(self.world.device))]
+        return [x.cpu().numpy() for x in self._results(self.forward, to_tensor(obs.copy()).to(self.world.device))]
 
     @torch.no_grad()
     def _results(self, forward: Callable, obs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,23 +68,22 @@ class Policy:
 
     def _traced(self, part: np.ndarray) -> list[list[nn.Module]]:
         """The layers that make each result of a shard's observations; none if other code may take part."""
-        obs = to_tensor(part).to(self.world.device)
+        obs = to_tensor(part.copy()).to(self.world.device)
         calls = []
         with register_module_forward_hook(lambda *call: calls.append(call)):
             results = self._results(self.module, obs)
         traced = []
         for tensor in results:
-            changes = tensor._version  # how many in place
             base = tensor._base
-            if base is not None and base.numel() == tensor.numel():  # such as values without their last axis
+            if base is not None and base.numel() == tensor.numel():  # as values without an axis
                 tensor = base
             layers = []
             for layer, inputs, output in reversed(calls):
                 edited = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-                if output is tensor and type(layer) in SIMPLE and not edited:
+                if output is tensor and tensor._version == 0 and type(layer) in SIMPLE and not edited:
                     tensor = inputs[0]
                     layers.insert(0, layer)
-            if tensor is obs and changes == 0:
+            if tensor is obs and obs._version == 0:
                 traced.append(layers)
         try:
             self._results(torch.vmap(self.module), obs[:, None])  # refuses a branch on numbers

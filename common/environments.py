@@ -110,9 +110,9 @@ class Environments:
             gym.register_envs(ale_py)
             # rewards are not clipped: statistics count the score, scripts take the sign
             own = same_step | {"num_threads": threads, "life_loss_info": life_loss, "reward_clipping": False}
-            if "game" in options:
-                raise gym.error.Error("game is what --env-id says; leave it out")
-            options = {"repeat_action_probability": 0.0} | options  # as in NoFrameskip-v4's published results
+            if {"game", "batch_size"} & options.keys():
+                raise gym.error.Error("leave out game and batch_size")
+            options = {"repeat_action_probability": 0.0} | options  # as in published results
             if self.draws:
                 options |= {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
             return gym.make_vec(args.env_id, self.num_envs, vectorization_mode="vector_entry_point", **own, **options)

@@ -59,7 +59,7 @@ class Logger(ExitStack):
     def _open(self) -> None:
         args = self.args
         env_id = args.env_id.replace("/", "-").replace(":", "-")
-        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: sweeps start runs at once
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # sweeps start runs at once
         default = f"runs/{env_id}__{self.script.stem}__{args.seed}__{now}"
         try:
             self.dir = Path(args.run_dir or default).absolute()
@@ -78,8 +78,7 @@ class Logger(ExitStack):
             if args.shards is None and before["world_size"] != self.world.world_size:
                 needed = f"set from the start to go on on another number of processes than {before['world_size']}"
                 raise BadInput(f"--shards: must be {needed}.")
-            fault = "no longer the same bytes as without a stop"
-            self._compare(before, "to go on with --run-dir", fault, "before")
+            self._compare(before, "to go on with --run-dir", "no longer the same bytes as without a stop", "before")
         elif any((self.dir / name).exists() for name in ("config.json", "metrics.csv", "checkpoints")):
             advice = "" if args.resume else ", or go on with it by --resume"
             raise BadInput(f"--run-dir {self.dir}: holds a run already; name a new directory{advice}.")
@@ -103,6 +102,8 @@ class Logger(ExitStack):
         for rank, other in enumerate(self.world.gather_objects(self.record)):  # collective
             if other["sources"] != self.record["sources"]:
                 raise BadInput(f"the code on rank {rank}: must be the same as on rank {self.world.rank}.")
+            if other["args"]["resume"] != self.args.resume:
+                raise BadInput(f"--resume: must be as on rank {rank}.")
             self._compare(other, f"as on rank {rank}", fault, f"on rank {rank}")
 
     def _open_wandb(self, resumed: bool) -> None:

@@ -70,6 +70,8 @@ EDITS = {
     "subclassed Sequential": made(lambda m: setattr(m, "actor", Residual(*m.actor))),
     "another features": lambda: Agent().apply(lambda m: hasattr(m, "network") and setattr(m, "network", nn.Softsign())),
     "a mask in place": lambda: Agent(lambda m, obs, out: out.masked_fill_(obs[:, :3] < -3, -torch.inf)),
+    "a layer in place": made(lambda m: setattr(m, "forward", lambda obs: m.actor[1:](m.actor[0](obs).clamp_(-99, 99)))),
+    "observations in place": made(lambda m: setattr(m, "forward", lambda obs: m.actor(obs.clamp_(-99, 99)))),
     "values": made(lambda m: setattr(m, "forward", lambda obs: (m.actor(obs), 2 * m.critic(obs)[:, 0]))),
     "hook on the critic": made(lambda m: m.critic[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
     "the critic's activation": made(lambda m: m.critic.__setitem__(1, nn.SiLU())),
@@ -188,13 +190,11 @@ def test_products_of_shards_at_once_are_those_of_each_alone():
 
 def test_images_are_for_the_module():
     notes = []
-    image = gym.spaces.Box(0, 1, (3, 10, 10), np.float32)
-    agent = ppo_ddp.Agent(image, DISCRETE)
+    agent = ppo_ddp.Agent(gym.spaces.Box(0, 1, (3, 10, 10), np.float32), DISCRETE)
     policy = policy_of(agent, notes)
     obs = np.ones((2, 3, 10, 10), np.float32)
     assert all(map(np.array_equal, policy(obs), results_of(agent, obs)))
-    assert by_numpy_in(policy) == [False]
-    assert notes == []
+    assert by_numpy_in(policy) == [False] and notes == []
 
 
 def calls_of_dqn(run_dir: Path) -> None:

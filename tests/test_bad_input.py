@@ -52,7 +52,7 @@ REFUSED = [  # script, flags, what is said
     ("ppo", "--env-id nomodule:Env-v0", "No module named 'nomodule'"),
     ("ppo", "--env-id ALE/NoSuchGame-v5", "NoSuchGame"),
     ("ppo", "--env-id MinAtar/NoSuch-v1", "NoSuch"),
-    ("ppo", '--env-id ALE/Pong-v5 --env-kwargs {"game":"breakout"}', "game is what --env-id says"),
+    ("ppo", '--env-id ALE/Pong-v5 --env-kwargs {"batch_size":1}', "leave out game and batch_size"),
     ("ppo", "--env-id Sequence-v0", OBSERVATIONS),  # this one and the like: `SPACES`
     ("dqn", '--env-id ALE/Pong-v5 --env-kwargs {"grayscale":false}', OBSERVATIONS),
     ("ppo", "--env-id Image-v0 --norm-obs", "--norm-obs True: must be left off"),

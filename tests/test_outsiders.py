@@ -123,6 +123,7 @@ def test_a_rank_may_wait_for_long_for_another_that_goes_on(tmp_path):
 
 @pytest.mark.parametrize("what, code, said", [
     ("flag", 2, r"error: --gamma 0.99: must be 0.9 as on rank 1.$"),
+    ("resume", 2, r"error: --resume: must be as on rank 1.$"),
     ("code", 2, r"error: the code on rank 1: must be the same as on rank 0.$"),
     ("processor", 0, r"^no longer the same bytes as on one process: blas .*, on rank 1 .*Nehalem"),
     ("", 0, r"^writing to"),
@@ -137,13 +138,12 @@ if other == "processor":
     os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
 import ppo_ddp
 from common.arguments import launch
-if other == "flag":
-    sys.argv += ["--gamma", "0.9"]
+sys.argv += dict(flag=["--gamma", "0.9"], resume=["--resume"]).get(other, [])
 if other == "code":
     ppo_ddp.__file__ = __file__
 launch(ppo_ddp.main, ppo_ddp.Args)
 """)
-    flags = f"{SHORT} --env-id CartPole-v1 --shards 2 --run-dir {tmp_path / 'run'}"
+    flags = f"{SHORT} --env-id CartPole-v1 --shards 2 --checkpoint-every 512 --run-dir {tmp_path / 'run'}"
     done = finish(start(str(program), 2, flags), tmp_path / "run")
     assert done.code == (code and 1), done.err  # torchrun's own code for any fault
     assert re.search(said, done.err if code else done.out, re.MULTILINE), done.out + done.err
