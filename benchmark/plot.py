@@ -44,6 +44,7 @@ COLOURS = {  # Okabe and Ito's, told apart by the colour-blind
 }
 OTHERS = ("#56B4E9", "#000000", "#8C564B", "#7F7F7F", "#BCBD22", "#E377C2", *COLOURS.values())  # of other variants
 LINES = 6  # on one axes
+BOTTOM = -0.1  # of scaled returns that are shown
 RESAMPLES = 2000
 
 
@@ -189,7 +190,7 @@ def limits(curves: Collection[Curve], low: float | None, references: list[float]
     """
     middles = np.concatenate([interquartile_mean(curve.returns, 0) for curve in curves])
     top = max([*references, *(interval([curve.returns])[1].max() for curve in curves)])
-    bottom = np.percentile(middles, 1) if low is None else low
+    bottom = np.percentile(middles, 1) if low is None or low > top else low
     if low is not None and low > middles.min() > low - (top - low) / 2:
         bottom = middles.min()
     margin = 0.04 * (top - bottom) or 1.0
@@ -205,10 +206,12 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
     known = {script: reference for script, reference in known.items() if reference}
     bottom, top = limits(curves.values(), suite.scales.get(env_id, (None,))[0], [x[0] for x in known.values()])
     for row, chosen in zip(axes, rows, strict=True):
+        processes = min((curve.processes for _, curve in chosen), key=len)
         for script, curve in chosen:
             middle, (low, high) = interquartile_mean(curve.returns, 0), interval([curve.returns])
             seeds = len(curve.returns)
             label = f"{script} ({seeds} seed{'s' * (seeds > 1)}, {curve.steps[-1] / 1e6:.2g} M)"
+            label += f",\n{curve.processes}" if curve.processes != processes else ""
             for axis, x in zip(row, (curve.steps / 1000, curve.minutes.mean(0)), strict=True):
                 axis.plot(x, middle, label=label, color=colour[script], linewidth=1.5)
                 axis.fill_between(x, low, high, color=colour[script], alpha=0.15, linewidth=0)
@@ -222,9 +225,8 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
             )
             row[0].axhline(np.mean([x[0] for x in near]), color=shown, linestyle="--", linewidth=1, label=label)
         below = [script for script, curve in chosen if interquartile_mean(curve.returns, 0).min() < bottom]
-        title = f"{env_id}, {chosen[0][1].processes}"
         kind = "training" if chosen[0][1].training else "evaluation"
-        row[0].set(ylabel=f"return of {kind} episodes", title=title, ylim=(bottom, top))
+        row[0].set(ylabel=f"return of {kind} episodes", title=f"{env_id}, {processes}", ylim=(bottom, top))
         row[1].set(title="the same against time", ylim=(bottom, top))
         if below:
             place = {"xy": (0.99, 0.02), "xycoords": "axes fraction", "ha": "right"}
@@ -268,10 +270,11 @@ def draw_aggregate(sets: dict[tuple[str, ...], dict], suite: Suite, path: Path) 
                 scaled.append(np.array([np.interp(part * curve.steps[-1], curve.steps, run) for run in x]))
             middle, (low, high) = interquartile_mean(np.concatenate(scaled), 0), interval(scaled)
             budgets = "\n".join(f" {name}: {by_env[name].steps[-1] / 1e6:.2g} M" for name in environments)
-            row[0].plot(100 * part, middle, color=colour[script], label=f"{script}, budgets:\n{budgets}")
+            below = ", from below the axis" if middle.min() < BOTTOM else ""
+            row[0].plot(100 * part, middle, color=colour[script], label=f"{script}{below}, budgets:\n{budgets}")
             row[0].fill_between(100 * part, low, high, color=colour[script], alpha=0.15, linewidth=0)
             row[1].plot(levels, [np.mean([(runs > x).mean() for runs in final]) for x in levels], color=colour[script])
-        row[0].set(ylabel="scaled return, interquartile mean", ylim=(-0.1, 1.2))
+        row[0].set(ylabel="scaled return, interquartile mean", ylim=(BOTTOM, 1.2))
         row[1].set(ylabel="runs above it (part)", ylim=(-0.03, 1.03))
         ends = [f"{name}: {suite.scales[name][0]:g} and {suite.scales[name][1]:g}" for name in environments]
         handles, labels = row[0].get_legend_handles_labels()
@@ -385,10 +388,14 @@ def main(args: Args) -> None:
     if sets := aggregates(curves, suite):
         names.append("all")
         draw_aggregate(sets, suite, folder / "all.svg")
-    commits = Counter(str(about["commit"])[:7] for run in runs_of(suite) if (about := recorded(run, results)))
+    records = {run: recorded(run, results) for run in runs_of(suite)}
+    commits = Counter(str(about["commit"])[:7] for about in records.values() if about)
     text = table(curves, suite)
     listed = ", ".join(f"{commit} ({n})" for commit, n in sorted(commits.items()))
     text += f"\nCommits whose code recorded these curves (how many): {listed}.\n"
+    begun = {run.work for run, about in records.items() if about}
+    if missing := [run.name for run, about in records.items() if not about and run.work in begun]:
+        text += f"\nWithout these seeds, which are not recorded: {', '.join(missing)}.\n"
     print(text)
     print(f"drew {len(curves)} curves of {suite.name} in {folder}")
     if args.readme is not None:

@@ -112,7 +112,7 @@ def runs_of(suite: Suite, wanted: tuple[str, ...] = ()) -> list[Run]:
         Run(suite.name, x["script"], x["env_id"], x["flags"], world_size, seed, x["variant"], x["training"])
         for x in suite.works
         for world_size, seeds in x["seeds"].items()
-        for seed in seeds
+        for seed in dict.fromkeys(seeds)
     ]
     return [run for run in runs if all(part in run.name for part in wanted)]
 
@@ -128,7 +128,6 @@ def recorded(run: Run, results: Path) -> dict | None:
 def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
     """Copy the curve and write the record beside it, last and in one step: it is what marks the run as done."""
     target = results / run.suite
-    target.mkdir(parents=True, exist_ok=True)
     config = json.loads((run_dir / "config.json").read_text())
     with open(run_dir / "metrics.csv", newline="") as source:
         rows = [{name: row[name] for name in RECORDED} for row in csv.DictReader(source)]
@@ -151,7 +150,7 @@ def record(run: Run, run_dir: Path, results: Path, seconds: float) -> None:
 
 
 def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
-    """Whether what is in a run's directory is not yet recorded, and of this very command and code.
+    """Whether what is in a run's directory is not yet recorded, and of this very command and code, at any commit.
 
     False where git cannot tell the code, as of a script that it does not track.
     """
@@ -161,8 +160,11 @@ def started_by(words: list[str], run_dir: Path, script: Path) -> bool:
         return False
     changes = run_dir / "changes.diff"
     difference = changes.read_text() if changes.exists() else ""
-    code = [git(script, *x).strip() for x in (("rev-parse", "HEAD"), ("diff", "HEAD", "--", script.name, "common"))]
-    if code != [config["commit"], difference.strip()] or config["changed"] != bool(difference):
+    commit = config["commit"]
+    if not commit or git(script, "cat-file", "-t", commit).strip() != "commit":
+        return False
+    since = git(script, "diff", commit, "--", script.name, "common")
+    if since.strip() != difference.strip() or config["changed"] != bool(difference):
         return False
     before = shlex.split(config["command"])
     same = before[1:-1] == words[-len(before) :][1:-1]  # but the directory, which may have been moved
@@ -213,9 +215,6 @@ def main(args: Args) -> int:
     if not runs:
         example = runs_of(suite)[0].name
         raise BadInput(f"--filter {' '.join(args.filter)}: no run's name contains that, such as {example}.")
-    twice = [run.name for run in runs if sum(other.name == run.name for other in runs) > 1]
-    if twice:
-        raise BadInput(f"SUITE {args.suite}: {twice[0]} is there twice; give the works variants.")
     scripts = {run.script: next((x for x in (suite.folder, ROOT) if (x / run.script).is_file()), None) for run in runs}
     for script, folder in scripts.items():
         if folder is None:
@@ -231,7 +230,11 @@ def main(args: Args) -> int:
     if other and not args.replace:
         fault = f"{other[0].name} is recorded there by another command"
         raise BadInput(f"--results {args.results}: {fault}; name another folder, or lose that curve by --replace.")
-    (args.work / suite.name).mkdir(parents=True, exist_ok=True)
+    for name, folder in (("work", args.work), ("results", args.results)):
+        try:
+            (folder / suite.name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"--{name} {folder}: cannot be written ({error.strerror}).") from error
     lock = open(args.work / "lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,6 +34,8 @@ from typing import Literal
 import torch
 import tyro
 
+from common.processes import end_with_parent
+
 ROOT = Path(__file__).parent.parent
 PEER = ROOT / "benchmark" / ".peer"
 PEERS = ROOT / "benchmark" / ".peers"
@@ -102,7 +104,7 @@ def timed(command: list[str], threads: int, gpu: bool = False, root: Path = ROOT
         env["CUDA_VISIBLE_DEVICES"] = ""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, preexec_fn=end_with_parent)
         try:
             _, status, usage = os.wait4(process.pid, 0)
         except KeyboardInterrupt:

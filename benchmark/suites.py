@@ -333,5 +333,8 @@ def suite_of(name: str) -> Suite:
     works, names = found.get("SUITE"), work(*4 * [""]).keys()
     if not works or not isinstance(works, list) or not all(isinstance(x, dict) and x.keys() == names for x in works):
         raise BadInput(f"SUITE {name}: must define SUITE, a list of works; see benchmark/suites.py.")
+    curves = [(x["script"], x["env_id"], x["variant"]) for x in works]
+    if twice := next((x for x in curves if curves.count(x) > 1), None):
+        raise BadInput(f"SUITE {name}: {twice[0]} on {twice[1]} is there twice; give the works variants.")
     own = (found.get("REFERENCES", {}), found.get("SCALES", {}))
     return Suite(path.stem, works, REFERENCES | own[0], SCALES | own[1], path.absolute().parent, Path("runs"))

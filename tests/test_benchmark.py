@@ -17,7 +17,7 @@ import pytest
 import ppo_ddp
 from benchmark import compare, plot, scaling, speed
 from benchmark import run as runner
-from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of
+from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of, work
 from common.arguments import parse
 from common.processes import BadInput
 from runs import PATIENCE, ROOT, wait_until
@@ -64,6 +64,8 @@ def test_agreement_of_two_world_sizes_by_hand():
 def test_the_evaluation_before_learning_is_no_final_return():
     curve = plot.Curve(np.array([0, 50, 100]), np.array([[20.0, 300.0, 500.0]]), np.zeros((1, 3)), [[]], [1], (1,))
     assert curve.final.tolist() == [400.0]
+    low, top = plot.limits([curve], 900.0, [])  # worse than random
+    assert low < 20.0 and top > 500.0
 
 
 def test_training_episodes_by_tenths_of_a_run():
@@ -121,14 +123,14 @@ def test_an_interrupted_run_goes_on_where_its_suite_has_checkpoints(tmp_path):
 
 
 def test_a_run_goes_on_by_the_same_code_only(tmp_path, monkeypatch):
-    """The commit and the changes since; and by the same command."""
+    """As it was at its commit, whatever the newest is; and by the same command."""
     (tmp_path / "checkpoints").mkdir()
     for commit, changed, difference, now, same in (
-        ("a", False, "", ("a", ""), True),
-        ("a", False, "", ("b", ""), False),
-        ("a", False, "", ("a", "+x"), False),
-        ("a", True, "+x", ("a", "+x"), True),
-        ("a", True, "", ("a", ""), False),  # a file that git does not track
+        ("a", False, "", ("commit", ""), True),
+        ("a", False, "", ("", ""), False),  # it is gone
+        ("a", False, "", ("commit", "+x"), False),
+        ("a", True, "+x", ("commit", "+x"), True),
+        ("a", True, "", ("commit", ""), False),  # a file that git does not track
         (None, None, "", ("", ""), False),  # no git
     ):
         monkeypatch.setattr(runner, "git", lambda script, word, *_, now=now: now[word == "diff"])
@@ -178,6 +180,18 @@ def test_what_another_command_recorded_is_not_replaced(tmp_path, monkeypatch, ca
         started(64)
     assert curve.read_text() == "a curve of an hour"
     assert f"{curve.stem} done in" in started(64, replace=True) and "\n64," in curve.read_text()
+    with pytest.raises(BadInput, match=f"--results {curve}: cannot be written"):
+        started(64, results=curve)
+    Path("tiny.py").write_text(f"SUITE = [{work('a.py', 'b', '--x 1', {1: (1,)})}, {work('a.py', 'b', '', {1: (2,)})}]")
+    with pytest.raises(BadInput, match="a.py on b is there twice; give the works variants"):
+        suite_of("tiny.py")
+
+
+def test_seeds_that_are_not_recorded_are_told(tmp_path, capsys):
+    lacking = ("Taxi-v4__dqn_ddp__w1__s2.json", "FrozenLake-v1__ppo_ddp__w1__s?.csv")
+    shutil.copytree(RESULTS / "toytext", tmp_path / "toytext", ignore=shutil.ignore_patterns(*lacking))
+    plot.main(plot.Args("toytext", results=tmp_path, figures=tmp_path))
+    assert "\nWithout these seeds, which are not recorded: Taxi-v4__dqn_ddp__w1__s2.\n" in capsys.readouterr().out
 
 
 SPEED = """

@@ -188,16 +188,13 @@ def test_metrics_csv_is_cut_back_to_the_checkpoint(damage, interrupted, tmp_path
     assert continued(ppo_ddp, run_dir).rows == interrupted[1][ppo_ddp]
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda x: x.update(script="dqn_ddp"), "^--run-dir: holds a run of dqn_ddp.py, .* name another"),
-        (lambda x: x["columns"].append("losses/mine"), "^--run-dir: .* other COLUMNS; name another"),
-        (lambda x: x["args"].update(total_timesteps=96), "^--total-timesteps 80: must be 96 to go on with"),
-        (lambda x: x["args"].update(eval_every=100), "^--eval-every 0: must be 100 to go on with"),
-        (lambda x: x.update(world_size=2), "^--shards: must be set .* processes than 2"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (lambda x: x.update(script="dqn_ddp"), "^--run-dir: holds a run of dqn_ddp.py, .* name another"),
+    (lambda x: x["columns"].append("losses/mine"), "^--run-dir: .* other COLUMNS; name another"),
+    (lambda x: x["args"].update(total_timesteps=96), "^--total-timesteps 80: must be 96 to go on with"),
+    (lambda x: x["args"].update(eval_every=100), "^--eval-every 0: must be 100 to go on with"),
+    (lambda x: x.update(world_size=2), "^--shards: must be set .* processes than 2"),
+])  # fmt: skip
 def test_what_another_run_left_is_refused(change, said, interrupted, tmp_path):
     run_dir = copied(interrupted, tmp_path)
     record = json.loads((run_dir / "config.json").read_text())

@@ -181,15 +181,12 @@ def frames_of(path) -> tuple[list[np.ndarray], float]:
         return [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)], rate
 
 
-@pytest.mark.parametrize(
-    "env_id, action, shape, rate",
-    [
-        ("CartPole-v1", 0, (400, 600, 3), 50),
-        ("ALE/Pong-v5", 0, (210, 160, 3), 15),
-        ("Hopper-v5", [0.5, 0.0, -0.5], (480, 480, 3), 125),
-        ("MinAtar/Breakout-v1", 0, (10, 10, 3), 30),
-    ],
-)
+@pytest.mark.parametrize("env_id, action, shape, rate", [
+    ("CartPole-v1", 0, (400, 600, 3), 50),
+    ("ALE/Pong-v5", 0, (210, 160, 3), 15),
+    ("Hopper-v5", [0.5, 0.0, -0.5], (480, 480, 3), 125),
+    ("MinAtar/Breakout-v1", 0, (10, 10, 3), 30),
+])  # fmt: skip
 def test_a_film_shows_the_first_episode(env_id, action, shape, rate, tmp_path, monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.setenv("MUJOCO_GL", "egl")

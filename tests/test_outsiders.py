@@ -67,18 +67,15 @@ def test_what_environments_draw_elsewhere_repeats(how, again, module, flags, tmp
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-@pytest.mark.parametrize(
-    "how, kind, said",
-    [
-        ("bytes", BadInput, r"observed float64\[3\], where its space has uint8\[3\]"),
-        ("shape", ValueError, "environment 0, its step 15"),
-        ("two_rewards", ValueError, r"array of size 1(.|\n)*environment 0, its step 15"),
-        ("raise", ZeroDivisionError, "environment 0, its step 15"),
-        ("huge_observation", FloatingPointError, "environment 0, its step 15: its observation is not finite"),
-        ("huge_reward", FloatingPointError, "environment 0, its step 15: its reward is not finite"),
-        ("remove", FileNotFoundError, "metrics.csv"),  # rows that cannot be kept
-    ],
-)
+@pytest.mark.parametrize("how, kind, said", [
+    ("bytes", BadInput, r"observed float64\[3\], where its space has uint8\[3\]"),
+    ("shape", ValueError, "environment 0, its step 15"),
+    ("two_rewards", ValueError, r"array of size 1(.|\n)*environment 0, its step 15"),
+    ("raise", ZeroDivisionError, "environment 0, its step 15"),
+    ("huge_observation", FloatingPointError, "environment 0, its step 15: its observation is not finite"),
+    ("huge_reward", FloatingPointError, "environment 0, its step 15: its reward is not finite"),
+    ("remove", FileNotFoundError, "metrics.csv"),  # rows that cannot be kept
+])  # fmt: skip
 def test_an_environments_fault_is_told_with_its_step(vectorization, how, kind, said, tmp_path, monkeypatch, recwarn):
     """In this process and in processes of their own, whose errors gymnasium prints as warnings."""
     monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path / "run"))
@@ -199,18 +196,15 @@ def test_what_a_program_may_give(name, given, value):
     assert taken == value and type(taken) is type(value)
 
 
-@pytest.mark.parametrize(
-    "module, name, given",
-    [
-        (ppo_ddp, "norm_adv", True),
-        (dqn_ddp, "loss", "smooth_l1"),
-        (ppo_ddp, "anneal_lr", "False"),
-        (sac_ddp, "total_timesteps", 100_000.5),
-        (ppo_ddp, "num_envs", True),
-        (ppo_ddp, "learning_rate", "fast"),
-        (ppo_ddp, "run_dir", 5),
-    ],
-)
+@pytest.mark.parametrize("module, name, given", [
+    (ppo_ddp, "norm_adv", True),
+    (dqn_ddp, "loss", "smooth_l1"),
+    (ppo_ddp, "anneal_lr", "False"),
+    (sac_ddp, "total_timesteps", 100_000.5),
+    (ppo_ddp, "num_envs", True),
+    (ppo_ddp, "learning_rate", "fast"),
+    (ppo_ddp, "run_dir", 5),
+])  # fmt: skip
 def test_what_means_nothing_is_refused_from_a_program_too(module, name, given):
     with pytest.raises(BadInput, match=f"--{name.replace('_', '-')} {given}: must be"):
         module.Args(**{name: given})

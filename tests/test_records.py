@@ -102,17 +102,14 @@ def test_the_same_bytes_and_two_seeds(recorded, capsys):
     assert "\n    args.seed: 1 against 2\n" in said and re.search(r"model.pt: \d+ tensors of 18 differ", said)
 
 
-@pytest.mark.parametrize(
-    "shards, change, reason",
-    [
-        (None, {}, ""),
-        (None, {"instructions": "none", "threads": 9}, "instructions AVX against none, threads 1 against 9"),
-        (None, {"commit": "x"}, ""),
-        (None, {"versions": {"torch": "1.0"}}, f"torch {version('torch')} against 1.0"),
-        (None, {"world_size": 2}, "1 against 2 processes without --shards"),
-        (4, {"world_size": 2}, ""),
-    ],
-)
+@pytest.mark.parametrize("shards, change, reason", [
+    (None, {}, ""),
+    (None, {"instructions": "none", "threads": 9}, "instructions AVX against none, threads 1 against 9"),
+    (None, {"commit": "x"}, ""),
+    (None, {"versions": {"torch": "1.0"}}, f"torch {version('torch')} against 1.0"),
+    (None, {"world_size": 2}, "1 against 2 processes without --shards"),
+    (4, {"world_size": 2}, ""),
+])  # fmt: skip
 def test_runs_that_cannot_be_the_same_bytes_are_said_to_be_so(shards, change, reason, recorded, tmp_path, capsys):
     """By processor, versions, threads and processes, but not by code or flags."""
     for name, changes in (("a", {}), ("other", change)):

@@ -162,6 +162,7 @@ def one_file(script: Path, name: str, without: Sequence[str] = ()) -> str:
     for name in without:
         if f"{name} was left out of this file" not in text:
             raise ValueError(f"--without {name}: no file of that name is imported inside a function.")
+    compile(text, name, "exec")  # raises where an import cannot stand there, such as of __future__
     return text
 
 
