@@ -206,7 +206,7 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
     known = {script: reference for script, reference in known.items() if reference}
     bottom, top = limits(curves.values(), suite.scales.get(env_id, (None,))[0], [x[0] for x in known.values()])
     for row, chosen in zip(axes, rows, strict=True):
-        processes = min((curve.processes for _, curve in chosen), key=len)
+        processes = min((curve.processes for _, curve in chosen), key=len)  # in the title; others stand in the legend
         for script, curve in chosen:
             middle, (low, high) = interquartile_mean(curve.returns, 0), interval([curve.returns])
             seeds = len(curve.returns)

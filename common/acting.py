@@ -34,7 +34,7 @@ class Policy:
         parts = obs.reshape(len(self.world.shards), -1, *obs.shape[1:])
         if self.calls == 0:
             self.layers = [self._traced(part) for part in parts]
-        if self.calls % PERIOD == 0:  # choose what acts for each shard; a module stays
+        if self.calls % PERIOD == 0:  # choose what acts for each shard; where the module does, it goes on
             pairs = zip(parts, self.layers, strict=True)
             self.steps = [layers and self._steps(part, layers) for part, layers in pairs]
             self.alike = all(layers and layers == self.layers[0] for layers in self.layers)

@@ -103,7 +103,7 @@ class Logger(ExitStack):
             if other["sources"] != self.record["sources"]:
                 raise BadInput(f"the code on rank {rank}: must be the same as on rank {self.world.rank}.")
             if other["args"]["resume"] != self.args.resume:
-                raise BadInput(f"--resume: must be as on rank {rank}.")
+                raise BadInput("--resume: must be on all ranks or on none.")
             self._compare(other, f"as on rank {rank}", fault, f"on rank {rank}")
 
     def _open_wandb(self, resumed: bool) -> None:
@@ -268,7 +268,7 @@ def run_record(args: RunArgs, script: Path, columns: tuple[str, ...], world: Wor
         "world_size": world.world_size,
         "command": shlex.join(sys.argv),
         "device": device,
-        "instructions": torch.backends.cpu.get_cpu_capability(),  # such as AVX512
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": args.num_threads or (1 if world.sharded else world.cores),  # at most
         "blas": [f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in blas],
         "sources": digest.hexdigest(),

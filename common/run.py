@@ -115,7 +115,7 @@ class Run:
         for name, of_shards in of_names.items():
             if of_shards[0].dim() == 0:
                 self.reported[name].append(of_shards)
-                if len(self.reported[name]) == 16:  # more tensors would fragment memory
+                if len(self.reported[name]) == 16:  # more would fragment memory
                     self._sum_reported(name)
         return {name: x[0].reshape(-1) if len(x) == 1 else torch.hstack(x) for name, x in of_names.items()}
 

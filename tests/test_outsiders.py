@@ -120,7 +120,7 @@ def test_a_rank_may_wait_for_long_for_another_that_goes_on(tmp_path):
 
 @pytest.mark.parametrize("what, code, said", [
     ("flag", 2, r"error: --gamma 0.99: must be 0.9 as on rank 1.$"),
-    ("resume", 2, r"error: --resume: must be as on rank 1.$"),
+    ("resume", 2, r"error: --resume: must be on all ranks or on none.$"),
     ("code", 2, r"error: the code on rank 1: must be the same as on rank 0.$"),
     ("processor", 0, r"^no longer the same bytes as on one process: blas .*, on rank 1 .*Nehalem"),
     ("", 0, r"^writing to"),
