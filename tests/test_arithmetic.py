@@ -29,32 +29,34 @@ DISCRETE, BOX = gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)
 
 
 def test_gae_by_hand():
-    """gamma 0.5, lambda 0.5; environment 0 runs on, 1 ends after its first step."""
+    """gamma 0.5, lambda 0.25; environment 0 runs on, 1 ends after its first step."""
     values, next_value = np.array([[2.0, 2.0], [4.0, 4.0]]), np.array([6.0, 6.0])
     dones = np.array([[0.0, 1.0], [0.0, 0.0]])
-    # last row: 3 + 0.5 * 6 - 4 = 2; first row: 1 + 0.5 * 4 - 2 + 0.25 * 2, and 1 - 2 where an end cuts
+    # last row: 3 + 0.5 * 6 - 4 = 2; first row: 1 + 0.5 * 4 - 2 + 0.125 * 2, and 1 - 2 where an end cuts
     rewards = np.array([[1.0, 1.0], [3.0, 3.0]])
-    advantages = ppo_ddp.compute_gae(rewards, values, next_value, dones, 0.5, 0.5)
-    assert advantages.tolist() == [[1.5, -1.0], [2.0, 2.0]]
+    advantages = ppo_ddp.compute_gae(rewards, values, next_value, dones, 0.5, 0.25)
+    assert advantages.tolist() == [[1.25, -1.0], [2.0, 2.0]]
 
 
 def test_a_truncated_step_is_worth_what_follows_it(tmp_path, monkeypatch):
-    """Its reward has the discounted value of its own last observation, computed alone."""
+    """Its reward has the discounted value of its own last observation, computed alone, as normalised as others."""
     sizes = []  # of all calls; in the first two the policy looks at its layers
 
     def forward(self, obs):  # the value is what is observed: 100 for each episode so far, and its steps
         sizes.append(len(obs))
-        return self.actor(obs), obs[:, 0]
+        return self.actor(obs), obs[:, 0] / 2
 
-    def stop(rewards, values, next_value, dones, *_):
+    def stop(rewards, values, next_value, dones, *rates):
         episode, time = np.divmod(values, 100)
         assert np.array_equal(dones, time + 1 == 2 + episode % 4)  # as `Counting` says
         truncated = dones & (episode % 3 == 0)
-        assert np.array_equal(rewards, 1 + 0.5 * (values + 1) * truncated)
+        assert np.array_equal(rewards, 1 + 0.5 * (values + 1) * truncated) and rates == (0.5, 0.95)
+        assert np.array_equal(next_value, np.where(dones[-1], next_value // 100 * 100, values[-1] + 1))
         assert sizes[2:].count(1) == truncated.sum() > 0 and {*(episode[dones] % 3)} == {0, 1, 2}
         raise InterruptedError
 
     monkeypatch.setattr(ppo_ddp.Agent, "forward", forward)
+    monkeypatch.setattr(ppo_ddp.RunningMoments, "normalized", lambda self, x: 2 * x)
     monkeypatch.setattr(ppo_ddp, "compute_gae", stop)
     with pytest.raises(InterruptedError):
         train(ppo_ddp, tmp_path / "run", env_id=COUNTING, gamma=0.5, norm_reward=False)
@@ -74,7 +76,7 @@ def test_a_truncated_transition_is_followed_by_its_last_observation(tmp_path, wa
 
 
 def test_clipped_losses_by_hand(float64):
-    ratios, entropies, new_values = torch.tensor([[2, 2, 0.5, 0.5], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1]])
+    ratios, entropies, new_values = torch.tensor([[2, 2, 0.5, 0.25], [0.5, 0.7, 0.5, 0.7], [2.0, 1.1, 2.0, 1.1]])
     agent = mock.Mock(return_value=(None, new_values))
     agent.log_prob.return_value = (ratios.log(), entropies)
     zeros, ones, threes = torch.zeros(4), torch.ones(4), torch.full((4,), 3.0)
@@ -87,13 +89,14 @@ def test_clipped_losses_by_hand(float64):
         args = SimpleNamespace(clip_coef=0.2, clip_vloss=clip_vloss, ent_coef=0.1, vf_coef=0.5)
         minibatch = ppo_ddp.Batch(zeros, zeros, zeros, values=ones, advantages=advantages, returns=threes)
         loss, stats = ppo_ddp.PPOLoss(agent, args)(minibatch)
-        pg_loss = -(1.2 - 2.0 + 0.5 - 0.8) / 4  # min(2, 1.2), min(-2, -1.2), min(0.5, 0.8), min(-0.5, -0.8)
+        pg_loss = -(1.2 - 2.0 + 0.5 - 0.8) / 4  # min(2, 1.2), min(-2, -1.2), min(0.5, 0.8), min(-0.25, -0.8)
         assert stats["policy_loss"].item() == pytest.approx(pg_loss, rel=1e-12)
         assert stats["value_loss"].item() == pytest.approx(v_loss, rel=1e-12)
         assert stats["entropy"].item() == pytest.approx(0.6, rel=1e-12)
         assert loss.item() == pytest.approx(pg_loss - 0.1 * 0.6 + 0.5 * v_loss, rel=1e-12)
-        assert stats["clipfrac"].all() and stats["old_approx_kl"].mean().item() == pytest.approx(0.0, abs=1e-12)
-        kl = ((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 2
+        assert stats["clipfrac"].mean().item() == 1.0
+        assert stats["old_approx_kl"].mean().item() == pytest.approx(math.log(2) / 4, rel=1e-12)
+        kl = (2 + 2 + 0.5 + 0.25) / 4 - 1 + math.log(2) / 4
         assert stats["approx_kl"].mean().item() == pytest.approx(kl, rel=1e-12)
 
 
@@ -227,7 +230,7 @@ def test_minibatches_hold_as_many_steps_of_every_environment():
         assert sorted(epoch.flatten().tolist()) == list(range(48))
         for minibatch in epoch:
             assert (minibatch % 6).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert not (whole // 6).diff(dim=-1).reshape(-1)[::2].eq(1).all(), "steps are not shuffled"
+    assert not (whole // 6).diff(dim=-1)[..., ::2].eq(1).all(), "steps are not shuffled"
 
 
 def test_moments_in_parts_are_the_moments_of_the_whole():

@@ -370,10 +370,16 @@ STEPS = {ppo_ddp: ("112", "64"), ppg_ddp: ("144", "96"), dqn_ddp: ("100", "150")
 
 
 @pytest.mark.parametrize("module", STEPS)
-def test_checkpoints_are_written_at_or_past_each_multiple(module, tmp_path):
-    """Where an iteration, phase or vector step ends, but not the run. The newest two are kept."""
+def test_checkpoints_are_written_at_or_past_each_multiple(module, tmp_path, watch):
+    """Where an iteration, phase or vector step ends, but not the run. The newest two are kept.
+
+    After each, environments begin from other seeds. Networks and noise are drawn from --seed.
+    """
+    resets, seeds = watch(Environments, "reset"), watch(torch, "manual_seed")
     settings = RUNS[dqn_ddp] if module in (dqn_ddp, sac_ddp) else RUNS[ppo_ddp] | {"checkpoint_every": 50}
     if module is ppg_ddp:
         settings |= {"n_pi": 3, "aux_epochs": 1, "num_aux_minibatches": 2}
-    train(module, tmp_path / "run", **SMALL | settings | {"total_timesteps": 160})
+    train(module, tmp_path / "run", **SMALL | settings | {"total_timesteps": 160, "seed": 7})
+    assert seeds[0][0] == (7,)
+    assert [count for (_, count), _ in resets] == [*range(len(resets))] and len(resets) > 2
     assert kept(tmp_path / "run") == [*STEPS[module]]

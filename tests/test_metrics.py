@@ -108,13 +108,22 @@ def test_what_ppo_learns_from(tmp_path, monkeypatch):
 
 
 def test_what_advantages_are_normalised_over(tmp_path, watch):
-    """All of an epoch with `batch`, each minibatch with `minibatch`, neither with `none`."""
+    """All of an epoch with `batch`, each minibatch with `minibatch`, neither with `none`.
+
+    Each epoch has the same rows; a value and its advantage make its return; policies are compared on the same numbers.
+    """
     calls = watch(ppo_ddp.PPOLoss, "forward")
+    sizes = {"num_steps": 32, "total_timesteps": 256, "update_epochs": 2, "norm_obs": True}
     for norm_adv, batch_is, minibatch_is in (("batch", True, False), ("minibatch", True, True), ("none", False, False)):
         calls.clear()
-        train(ppo_ddp, tmp_path / norm_adv, num_steps=32, total_timesteps=128, update_epochs=1, norm_adv=norm_adv)
-        seen = [mb.advantages for (_, mb), _ in calls]
-        assert len(seen) == 4
+        train(ppo_ddp, tmp_path / norm_adv, **sizes, norm_adv=norm_adv)
+        assert len(calls) == 16 and abs(calls[8][1][1]["approx_kl"]) < 1e-6
+        batches = [mb for (_, mb), _ in calls[8:]]  # of the second update, whose observations are normalised
+        seen = [mb.advantages for mb in batches[:4]]
+        rows = [torch.column_stack([mb.obs, mb.values, mb.advantages, mb.returns]) for mb in batches]
+        one, other = ({*map(tuple, torch.cat(part).tolist())} for part in (rows[:4], rows[4:]))
+        assert (one == other) != minibatch_is
+        assert norm_adv != "none" or all(mb.returns.allclose(mb.values + mb.advantages) for mb in batches)
         for x, normalised in ((torch.cat(seen), batch_is), (seen[0], minibatch_is), (seen[3], minibatch_is)):
             assert (abs(x.mean()) < 1e-5 and abs(x.std() - 1) < 0.02) == normalised, norm_adv
 
@@ -125,6 +134,7 @@ def test_the_share_of_random_actions_is_epsilon(tmp_path, monkeypatch, watch):
     train(dqn_ddp, tmp_path, total_timesteps=4000, learning_starts=3900, start_e=0.5, end_e=0.5)
     taken = np.concatenate([actions for (_, actions, *_), _ in calls])
     assert len(taken) == 4000 and np.mean(np.equal(taken, 0)) == pytest.approx(0.25, abs=0.03)
+    assert (taken[:256] != taken[256:512]).any()  # new noise each time
 
 
 @pytest.fixture
@@ -141,10 +151,17 @@ def rates(monkeypatch):
     return found
 
 
-def test_each_optimiser_of_sac_has_its_rate_and_its_steps(rates, tmp_path):
+def test_each_optimiser_of_sac_has_its_rate_and_its_steps(rates, tmp_path, watch):
+    """First actions are of the whole range, later ones have normal noise; a truncated step is no end."""
+    samples, added = (watch(sac_ddp.ReplayBuffer, name) for name in ("sample", "add"))
+    acted = watch(run_module.Run, "by_shard")
     sizes = {"num_envs": 2, "total_timesteps": 80, "learning_starts": 40, "train_frequency": 2, "batch_size": 8}
-    train(sac_ddp, tmp_path, **sizes, policy_lr=1e-3, q_lr=2e-3, env_id="Pendulum-v1")
+    train(sac_ddp, tmp_path, **sizes, policy_lr=1e-3, q_lr=2e-3, env_id="tests.envs:NoisyPendulum-v0")
     assert rates == {12: [2e-3] * 20, 6: [1e-3] * 20, 1: [2e-3] * 20}  # critics, actor, temperature
+    first = np.concatenate([actions for (_, actions, *_), _ in added[:20]])
+    assert first.min() < -0.7 and first.max() > 0.7
+    assert np.std([noise[0].tolist() for (_, _, _, noise), _ in acted]) == pytest.approx(1.0, abs=0.3)
+    assert all((sample.batch.discounts == 0.99).all() for _, sample in samples)
 
 
 def test_both_phases_of_ppg_share_one_schedule(rates, tmp_path):

@@ -288,6 +288,9 @@ def test_nothing_stays_of_a_checkpoint_that_could_not_be_read():
             buffer.load_shard(shard, shorter.shard_state(shard), shorter.state_dict())
     assert np.array_equal(read.priorities, new.priorities) and read.final_obs == new.final_obs == {}
     assert read.priorities.sum() == 2
+    for shard in (0, 1):
+        new.load_shard(shard, longer.shard_state(shard), longer.state_dict())
+    assert all(np.array_equal(x, getattr(new, name)) for name, x in vars(longer).items() if isinstance(x, np.ndarray))
 
 
 def test_whole_numbers_without_a_useful_bound_are_not_scaled():

@@ -2,28 +2,37 @@
 
 import numpy as np
 import pytest
+import torch
 
 import ppg_ddp
 import ppo_ddp
 from runs import flat, run, train
 
 
-def test_what_phases_move_and_what_they_leave(monkeypatch, tmp_path):
-    """Policy phases leave the auxiliary head; in auxiliary ones KL is 0 at first, value loss falls."""
+@pytest.mark.parametrize("norm_obs", [False, True])
+def test_what_phases_move_and_what_they_leave(norm_obs, monkeypatch, tmp_path):
+    """Policy phases leave the auxiliary head; in auxiliary ones KL is 0 at first, value loss falls.
+
+    Both learn from the same pairs of observation and return.
+    """
+    pairs = {ppg_ddp.PPOLoss: set(), ppg_ddp.AuxLoss: set()}
     aux_losses, calls = [], []  # of each call the loss's class, copies of all parameters, and what it reports
-    for cls in (ppg_ddp.PPOLoss, ppg_ddp.AuxLoss):
+    for cls in pairs:
 
         def forward(self, *batch, cls=cls, original=cls.forward):
             loss, stats = original(self, *batch)
             if cls is ppg_ddp.AuxLoss and not aux_losses:
                 aux_losses.append(self)
+            obs, returns = batch[:2] if cls is ppg_ddp.AuxLoss else (batch[0].obs, batch[0].returns)
+            pairs[cls] |= {*map(tuple, torch.column_stack([obs, returns]).tolist())}
             copies = {name: p.detach().clone() for aux in aux_losses for name, p in aux.named_parameters()}
             calls.append((cls, copies, [x.item() for x in stats.values()]))
             return loss, stats
 
         monkeypatch.setattr(cls, "forward", forward)
     sizes = {"num_steps": 32, "n_pi": 4, "aux_epochs": 4, "num_aux_minibatches": 4, "total_timesteps": 3 * 4 * 128}
-    train(ppg_ddp, tmp_path / "run", **sizes, aux_learning_rate=2e-3, anneal_lr=False)
+    train(ppg_ddp, tmp_path / "run", **sizes, aux_learning_rate=2e-3, anneal_lr=False, norm_obs=norm_obs)
+    assert norm_obs or pairs[ppg_ddp.PPOLoss] == pairs[ppg_ddp.AuxLoss]  # moments move between phases
     moves = 0
     for (cls, before, _), (next_cls, after, _) in zip(calls, calls[1:], strict=False):
         if cls is next_cls is ppg_ddp.PPOLoss and before:

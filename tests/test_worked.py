@@ -175,7 +175,7 @@ def test_a_worked_change_keeps_the_promise(name, tmp_path):
     wait_until(lambda: any(x.name.isdigit() for x in (killed / "checkpoints").glob("*")), dying)
     send(descendants(dying), signal.SIGKILL)
     dying.communicate()
-    assert not (killed / "finished").exists()
+    assert not (killed / "model.pt").exists()
     again = ended(path, 1, flags, killed)
     assert "going on from" in again.out and same_run(alone, again) == ""
     if name in USED:
