@@ -113,7 +113,7 @@ class Args(RunArgs):
         self.require(self.buffer_size >= smallest, "buffer_size", f"at least {smallest}, --num-envs x --n-step")
         start = max(self.learning_starts, smallest) // self.num_envs * self.num_envs
         due = math.ceil((start + 1) / self.train_frequency) * self.train_frequency
-        self.require_budget(math.ceil(due / self.num_envs) * self.num_envs, "which has a gradient step")
+        self.require_budget(math.ceil(due / self.num_envs) * self.num_envs, "a step after --learning-starts")
 
 
 # ALGO LOGIC: networks

@@ -124,12 +124,12 @@ class Args(RunArgs):
         self.require(self.norm_adv == "none" or normalized > 1, "norm_adv", "none, or over at least 2 samples")
         can_stop = self.target_kl is None or self.update_epochs > 1  # it ends the epochs after one of them
         self.require(can_stop, "update_epochs", "at least 2 with --target-kl")
-        self.require_budget(size, "an iteration: --num-envs x --num-steps")
         if self.aux_epochs:
             phase = self.n_pi * self.num_steps
             divides = phase % self.num_aux_minibatches == 0
             self.require(divides, "num_aux_minibatches", f"a divisor of --n-pi x --num-steps ({phase})")
             self.require_budget(self.n_pi * size, "a policy phase, or set --aux-epochs 0")
+        self.require_budget(size, "an iteration: --num-envs x --num-steps")
 
 
 # ALGO LOGIC: networks

@@ -101,7 +101,7 @@ class Args(RunArgs):
         start = max(self.learning_starts, self.num_envs) // self.num_envs * self.num_envs
         period = self.train_frequency * self.policy_frequency
         due = math.ceil((start + 1) / period) * period
-        self.require_budget(math.ceil(due / self.num_envs) * self.num_envs, "which has an update of the actor")
+        self.require_budget(math.ceil(due / self.num_envs) * self.num_envs, "the actor's step after --learning-starts")
 
 
 # ALGO LOGIC: networks

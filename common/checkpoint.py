@@ -98,11 +98,10 @@ def load_model(args: RunArgs, state: dict[str, Any]) -> None:
         model = torch.load(path, map_location="cpu", weights_only=True)
         trained = model["args"]
     except Exception as error:  # torch raises many kinds
-        raise BadInput(f"--load-model {path}: cannot be read ({type(error).__name__}).") from error
+        raise BadInput(f"--load-model {path}: is no model.pt of --save-model ({type(error).__name__}).") from error
     for name in ("network", "dueling", "scale_pixels", "norm_obs", "norm_reward"):
         if name in trained and hasattr(args, name):
-            same = getattr(args, name) == trained[name]
-            args.require(same, name, f"{trained[name]} with --load-model {path}")
+            args.require(getattr(args, name) == trained[name], name, f"{trained[name]} with --load-model {path}")
     # a tensor that is not learned has a flag's value
     wanted = {name: x for name, x in for_model(state).items() if getattr(x, "requires_grad", True)}
     restore(wanted, model, f"--load-model {path} (of {trained['env_id']})")

@@ -87,7 +87,7 @@ class Environments:
             if isinstance(error, TypeError) and "argument" not in str(error):  # the constructor's own
                 raise
             unknown = isinstance(error, gym.error.NameNotFound)
-            advice = " (if a package or a file of yours registers it: MODULE:ID)" if unknown else ""
+            advice = " (Atari: ALE/Pong-v5; if a package or a file of yours registers it: MODULE:ID)" if unknown else ""
             options = f" --env-kwargs {args.env_kwargs}" if args.env_kwargs != "{}" else ""
             raise BadInput(f"--env-id {args.env_id}{options}: {one_line(error)}{advice}") from error
 

@@ -63,8 +63,8 @@ class Run:
     def register(self, replay: Any = None, **state: Any) -> None:
         """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
 
-        It is compared and saved, and put into model.pt except optimisers and generators. Of `replay`, a buffer, each
-        rank has, and saves, a part of its own.
+        It is compared and saved, and put into model.pt except optimisers, schedules and generators. Of `replay`, a
+        buffer, each rank has, and saves, a part of its own.
         """
         self.state |= state
         self.replay = self.replay if replay is None else replay
@@ -111,7 +111,7 @@ class Run:
         for policy in self.policies if self.device.type == "cuda" else ():
             policy.calls += -policy.calls % PERIOD  # the next one copies the weights anew
         self.world.feed()
-        of_names = {name: [of_shard[name] for of_shard in stats] for name in stats[0]}
+        of_names = {name: [torch.as_tensor(x[name]) for x in stats] for name in stats[0]}
         for name, of_shards in of_names.items():
             if of_shards[0].dim() == 0:
                 self.reported[name].append(of_shards)
@@ -283,8 +283,7 @@ def open_run(
 ) -> Iterator[Run]:
     """Open environments, the run directory, with the script's `columns`, and the process group."""
     world = World(args.cuda, args.shards)
-    divisor = "--shards" if world.sharded else "the number of processes"
-    args.require_multiple("num_envs", world.num_shards, divisor)
+    args.require_multiple("num_envs", world.num_shards, "--shards" if world.sharded else "the number of processes")
     size = args.num_envs // world.num_shards
     parts = [range(shard * size, (shard + 1) * size) for shard in world.shards]
     with process_kept(), closing(Environments(args, TRAINING, parts, world)) as envs:

@@ -74,9 +74,10 @@ class Gradient:
                 p.grad = None
             value, stats = loss(*inputs)
             value.backward()
+            unused = [name for name, p in self.bare.named_parameters() if p.requires_grad and p.grad is None]
+            if unused:
+                raise BadInput(f"{type(self.bare).__name__}: its result must depend on {', '.join(unused)}.")
             gradients = [p.grad for p in self.parameters]
-            if any(x is None for x in gradients):
-                raise BadInput(f"{type(self.bare).__name__}: its result must depend on all its parameters.")
         self.gradients.append(gradients)
         return stats
 

@@ -66,7 +66,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
         (ppo_ddp, {"env_id": "Acrobot-v1", "norm_obs": True}, mismatch),
         (dqn_ddp, {}, "does not fit .*q_network"),
         (ppo_ddp, {"env_id": "Pendulum-v1"}, "^--norm-obs False: must be True with "),
-        (ppo_ddp, {"load_model": other}, "cannot be read|no model.pt"),
+        (ppo_ddp, {"load_model": other}, "is no model.pt of --save-model"),
     ):
         with pytest.raises(BadInput, match=expected) as refused:
             module.main(module.Args(**{"load_model": path} | settings, cuda=False, run_dir=str(tmp_path / "run")))

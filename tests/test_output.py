@@ -115,7 +115,7 @@ def test_what_is_there_stays_until_the_new_is_whole(tmp_path, monkeypatch):
 
 def test_a_run_that_is_refused_may_be_tried_again(tmp_path):
     """Its directory, made with those above it, is still free."""
-    with pytest.raises(BadInput, match="^--load-model nothing.pt: cannot be read"):
+    with pytest.raises(BadInput, match="^--load-model nothing.pt: is no model.pt of --save-model"):
         train(ppo_ddp, tmp_path / "a" / "b", total_timesteps=512, load_model="nothing.pt")
     train(ppo_ddp, tmp_path / "a" / "b", total_timesteps=512)
 

@@ -180,6 +180,9 @@ def main() -> None:
     except (OSError, SyntaxError, ValueError) as error:
         parser.error(str(error))
     print(f"{args.target}: {len(text.splitlines())} lines")
+    for name in sorted({name.split(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", text, re.MULTILINE)}):
+        if (args.script.resolve().parent / f"{name}.py").exists() or (args.script.resolve().parent / name).is_dir():
+            print(f"it imports {name}, which must lie beside it")
 
 
 if __name__ == "__main__":
