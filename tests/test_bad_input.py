@@ -50,8 +50,8 @@ REFUSED = [  # script, flags, what is said
     ("dqn", "--n-step 5000", "--buffer-size 10000: must be at least 20000"),
     ("ppo", "--env-id NoSuchEnv-v0", "Environment `NoSuchEnv` doesn't exist."),
     ("ppo", "--env-id nomodule:Env-v0", "No module named 'nomodule'"),
-    ("ppo", "--env-id ALE/NoSuchGame-v5", "NoSuchGame"),
-    ("ppo", "--env-id MinAtar/NoSuch-v1", "NoSuch"),
+    ("ppo", "--env-id ALE/NoSuchGame-v5", "`NoSuchGame` doesn't exist in namespace ALE"),
+    ("ppo", "--env-id MinAtar/NoSuch-v1", "`NoSuch` doesn't exist in namespace MinAtar"),
     ("ppo", '--env-id ALE/Pong-v5 --env-kwargs {"batch_size":1}', "leave out game and batch_size"),
     ("ppo", "--env-id Sequence-v0", OBSERVATIONS),  # this one and the like: `SPACES`
     ("dqn", '--env-id ALE/Pong-v5 --env-kwargs {"grayscale":false}', OBSERVATIONS),

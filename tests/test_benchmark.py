@@ -7,15 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ppo_ddp
-from benchmark import compare, plot, scaling, speed
+from benchmark import compare, plot, scaling
 from benchmark import run as runner
 from benchmark.suites import REFERENCES, SCALES, SUITES, suite_of, work
 from common.arguments import parse
@@ -192,44 +190,6 @@ def test_seeds_that_are_not_recorded_are_told(tmp_path, capsys):
     shutil.copytree(RESULTS / "toytext", tmp_path / "toytext", ignore=shutil.ignore_patterns(*lacking))
     plot.main(plot.Args("toytext", results=tmp_path, figures=tmp_path))
     assert "\nWithout these seeds, which are not recorded: Taxi-v4__dqn_ddp__w1__s2.\n" in capsys.readouterr().out
-
-
-SPEED = """
-import os, sys
-from settings import SECONDS
-
-with open(os.environ["NOTES"], "a") as file:
-    print(SECONDS, os.environ["OMP_NUM_THREADS"], file=file)
-run_dir = sys.argv[sys.argv.index("--run-dir") + 1]
-os.mkdir(run_dir)
-with open(f"{run_dir}/metrics.csv", "w") as file:
-    file.write("global_step,time/wall\\n" + "".join(f"{100 * i},{SECONDS * i}\\n" for i in range(1, 4)))
-"""
-
-
-def test_a_tree_is_compared_with_a_commit(tmp_path, monkeypatch, capsys):
-    """In turn, each with its own modules: 100 steps per second against 50; nothing is left."""
-    (tmp_path / "benchmark").mkdir()
-    (tmp_path / "benchmark" / "script.py").write_text(SPEED)
-    (tmp_path / "settings.py").write_text("SECONDS = 2")
-    author = "-c user.name=a -c user.email=a@b -c core.hooksPath=none".split()
-    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "a"]):
-        subprocess.run(["git", "-C", tmp_path, *words], check=True)
-    (tmp_path / "settings.py").write_text("SECONDS = 1")
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(speed, "ROOT", tmp_path)
-    works = {"peer": partial(speed.peer, "none", 1), "ours": partial(speed.ours, "benchmark/script.py", "", 1, 3)}
-    monkeypatch.setattr(speed, "WORKS", {5: works})
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    speed.main(speed.Args(rows=(5,), repetitions=3, against="HEAD"))
-    title, *pairs, median = capsys.readouterr().out.strip().splitlines()
-    assert title == "row 5: DQN CartPole, steps per second of this tree / of HEAD"
-    assert [line.split() for line in pairs] == ["ours 100 / 50 = 2.000".split()] * 3
-    assert median.split() == "ours median 2.000 [2.000, 2.000] of 3".split()
-    order = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
-    assert order == [[seconds, "3"] for seconds in "122112"]
-    assert not any((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("suite", ["scaling", *(suite for suite in SUITES if (RESULTS / suite).exists())])

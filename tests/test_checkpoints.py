@@ -230,11 +230,14 @@ def test_free_flags_may_change_and_another_machine_is_told(interrupted, tmp_path
     assert not MAY_CHANGE_ON_RESUME & {"seed", "shards", "checkpoint_every", "eval_every"}
 
 
-def test_a_finished_run_repeats_its_end(tmp_path):
+def test_a_finished_run_repeats_its_end(tmp_path, monkeypatch):
+    """From its newest checkpoint, with the seconds that had passed there."""
+    state = logger.Logger.state
+    monkeypatch.setattr(logger.Logger, "state", lambda self: state(self) | {"wall": 1e6})
     done = continued(ppo_ddp, tmp_path, save_model=True)
     rows, model = done.rows, done.model
     done = continued(ppo_ddp, tmp_path, save_model=True)
-    assert done.rows == rows and repr(done.model) == repr(model)
+    assert done.rows == rows and repr(done.model) == repr(model) and float(done.timed_rows[-1]["time/wall"]) > 1e6
     with pytest.raises(BadInput, match="holds a run already; name a new directory, or go on with it by --resume"):
         continued(ppo_ddp, tmp_path, resume=False)
 
@@ -371,10 +374,7 @@ STEPS = {ppo_ddp: ("112", "64"), ppg_ddp: ("144", "96"), dqn_ddp: ("100", "150")
 
 @pytest.mark.parametrize("module", STEPS)
 def test_checkpoints_are_written_at_or_past_each_multiple(module, tmp_path, watch):
-    """Where an iteration, phase or vector step ends, but not the run. The newest two are kept.
-
-    After each, environments begin from other seeds. Networks and noise are drawn from --seed.
-    """
+    """Where an iteration, phase or vector step ends, but not the run. Then seeds change. The newest two are kept."""
     resets, seeds = watch(Environments, "reset"), watch(torch, "manual_seed")
     settings = RUNS[dqn_ddp] if module in (dqn_ddp, sac_ddp) else RUNS[ppo_ddp] | {"checkpoint_every": 50}
     if module is ppg_ddp:

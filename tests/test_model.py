@@ -10,6 +10,7 @@ import dqn_ddp
 import ppo_ddp
 from common.environments import EVALUATION, environment_seeds
 from common.processes import BadInput
+from common.tensors import for_model
 from runs import ROOT, edited, flat, run, same_run
 
 EVALS = "--eval-every 1000000 --eval-episodes 5"
@@ -61,6 +62,8 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     path = str(model_of(tmp_path, "ppo", 1).dir / "model.pt")
     other = str(tmp_path / "other.pt")
     torch.save({"weights": torch.zeros(3)}, other)
+    optimizer = torch.optim.Adam([torch.zeros(1)])  # begins anew, as its schedule does
+    assert for_model({"a": optimizer, "b": torch.optim.lr_scheduler.LinearLR(optimizer), "c": other}) == {"c": other}
     mismatch = r"\(of Pendulum-v1\): does not fit.*mismatch for actor.0"
     for module, settings, expected in (
         (ppo_ddp, {"env_id": "Acrobot-v1", "norm_obs": True}, mismatch),
