@@ -110,7 +110,7 @@ def test_what_ppo_learns_from(tmp_path, monkeypatch):
 def test_what_advantages_are_normalised_over(tmp_path, watch):
     """All of an epoch with `batch`, each minibatch with `minibatch`, neither with `none`. Rows stay together."""
     calls = watch(ppo_ddp.PPOLoss, "forward")
-    sizes = {"num_steps": 32, "total_timesteps": 256, "update_epochs": 2, "norm_obs": True}
+    sizes = {"num_steps": 32, "total_timesteps": 256, "update_epochs": 2, "norm_obs": True, "learning_rate": 0.01}
     for norm_adv, batch_is, minibatch_is in (("batch", True, False), ("minibatch", True, True), ("none", False, False)):
         calls.clear()
         train(ppo_ddp, tmp_path / norm_adv, **sizes, norm_adv=norm_adv)
