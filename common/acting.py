@@ -39,7 +39,7 @@ class Policy:
             self.steps = [layers and self._steps(part, layers) for part, layers in pairs]
             self.alike = all(layers and layers == self.layers[0] for layers in self.layers)
             if parts.ndim == 3 and not all(self.steps):
-                reason = "it is not Linear, Tanh and ReLU in a row, none in place"
+                reason = "it is not Linear, Tanh, ReLU in a row, none in place"
                 self.note(f"{type(self.module).__name__} acts by torch, more slowly than by numpy ({reason})")
         self.calls += 1
         if self.alike:  # numpy makes a product for each shard

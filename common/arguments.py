@@ -40,9 +40,9 @@ TYPES = {  # of flags; a program may give numpy's numbers, paths, and 1e5 for 10
     str: (lambda x: isinstance(x, str | os.PathLike), "text"),
 }
 
-# --help shows shared flags, from each of these on, under a title, and a script's own under "algorithm"
+# --help shows shared flags, from each of these on, under a title; a script's own under "algorithm"
 TITLES = {"env_id": "experiment", "eval_every": "evaluation", "resume": "run", "run_dir": "output"}
-# these change no number and no row (--cuda changes roundings, and that is printed)
+# these change no number and no row (--cuda changes roundings, which is printed)
 MAY_CHANGE_ON_RESUME = {"resume", "run_dir", "track", "wandb_project_name", "wandb_entity", "tensorboard"}
 MAY_CHANGE_ON_RESUME |= {"capture_video", "save_model", "timeout", "cuda"}
 PATIENCE = 5.0  # seconds that rank 0 may need to say what happened

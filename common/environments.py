@@ -87,7 +87,7 @@ class Environments:
             if isinstance(error, TypeError) and "argument" not in str(error):  # the constructor's own
                 raise
             unknown = isinstance(error, gym.error.NameNotFound)
-            advice = " (Atari: ALE/Pong-v5; if a package or a file of yours registers it: MODULE:ID)" if unknown else ""
+            advice = " (Atari: ALE/Pong-v5; where a package or a file registers it: MODULE:ID)" if unknown else ""
             options = f" --env-kwargs {args.env_kwargs}" if args.env_kwargs != "{}" else ""
             raise BadInput(f"--env-id {args.env_id}{options}: {one_line(error)}{advice}") from error
 
@@ -108,7 +108,7 @@ class Environments:
             import ale_py
 
             gym.register_envs(ale_py)
-            # rewards are not clipped: statistics count the score, scripts take the sign
+            # not clipped: statistics count the score, scripts take the sign
             own = same_step | {"num_threads": threads, "life_loss_info": life_loss, "reward_clipping": False}
             if {"game", "batch_size"} & options.keys():
                 raise gym.error.Error("leave out game and batch_size")
@@ -239,7 +239,6 @@ class Simulator(gym.Wrapper):
         self.shape = self.observation_space.shape
         self.name = name
         self.num_steps = 0
-        # the rank itself makes one too, for its spaces
         self.in_worker = multiprocessing.current_process().name.startswith("Worker<AsyncVectorEnv>")
         if self.in_worker:
             os.setsid()

@@ -129,7 +129,7 @@ class Logger(ExitStack):
         self.push(lambda kind, error, traceback: self.wandb.finish(exit_code=int(error is not None)))
 
     def start(self, state: dict[str, float] | None, total: int = 0) -> None:
-        """Start the clock of `total` transitions and write the first files, or go on from a checkpoint's `state`."""
+        """Start the clock of `total` transitions; write the first files, or go on from a checkpoint's `state`."""
         self.total = total
         self.begun = time.perf_counter()
         self.rng_state = torch.get_rng_state()  # None once a draw from it was noted
@@ -166,7 +166,7 @@ class Logger(ExitStack):
         return {"step": step, "length": self.csv.stat().st_size, "wall": wall, "evaluated": self.evaluated}
 
     def log(self, global_step: int, row: dict[str, float | int]) -> None:
-        """Write a row: columns and their numbers, the rest stays blank. Every rank must call, with equal losses."""
+        """Write a row: these columns, others stay blank. Every rank must call, with equal losses."""
         for name in row:
             if name not in self.columns:
                 raise KeyError(f"metrics.csv has no column {name}; add it to COLUMNS")

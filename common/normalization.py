@@ -26,7 +26,7 @@ class RunningMoments:
             part = part.reshape(-1, *self.shape).astype(np.float64)
             mean = part.mean(0)
             of_shards.append([len(part), *mean.ravel(), *((part - mean) ** 2).sum(0).ravel()])
-        # merged as by Chan et al. (1979), so that large squares do not cancel
+        # as by Chan et al. (1979): large squares do not cancel
         for count, *moments in world.gather_shards(of_shards):  # collective
             mean, m2 = np.reshape(moments, (2, *self.shape))
             total = self.count + count

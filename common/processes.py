@@ -79,7 +79,7 @@ class World:
         if cuda and torch.cuda.is_available():
             self.device = torch.device("cuda", int(launched.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
             self.nccl = self.local_world_size <= torch.cuda.device_count()
-        # on GPUs gradients stay out of DDP's buckets: kernels may round otherwise at another address
+        # on GPUs gradients stay out of DDP's buckets: kernels may round by address
         self.ddp_options = {"gradient_as_bucket_view": self.device.type == "cpu"}
         self.memory: SharedMemory | None = None  # with the other ranks
         self.pid = os.getpid()
@@ -247,9 +247,9 @@ def process_kept() -> Iterator[None]:
             mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
     threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
-    # processors are slow with numbers nearer to 0 than 1e-38, and Adam's averages for dead units become such
+    # Adam's averages of dead units come below 1e-38, where processors are slow
     torch.set_flush_denormal(True)
-    # one thread for numpy's BLAS: products that are split over threads round differently
+    # one thread for numpy's BLAS: products split over threads round differently
     with generators_kept(), torch.random.fork_rng(devices=[]), threadpool_limits(1, "blas"):
         try:
             yield

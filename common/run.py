@@ -63,8 +63,8 @@ class Run:
     def register(self, replay: Any = None, **state: Any) -> None:
         """Modules, optimisers, generators, tensors, normalisers: what is equal on all ranks, to the bit.
 
-        It is compared and saved, and put into model.pt except optimisers, schedules and generators. Of `replay`, a
-        buffer, each rank has, and saves, a part of its own.
+        It is compared and saved; in model.pt are no optimisers, schedules and generators. Each rank has, and saves,
+        its own part of `replay`, a buffer.
         """
         self.state |= state
         self.replay = self.replay if replay is None else replay

@@ -18,7 +18,7 @@ from common.processes import BadInput, World, one_line
 
 # CUDA graphs, of kernels that no timing chooses: on each rank alike
 GRAPHS = {"triton.cudagraphs": True, "deterministic": True}
-Gradients = Sequence[torch.Tensor]  # one for each parameter; all in one vector where a graph makes them for shards
+Gradients = Sequence[torch.Tensor]  # one for each parameter; of a graph for shards, in one vector
 Stats = dict[str, torch.Tensor]
 
 
@@ -91,14 +91,14 @@ class Gradient:
             parts = gradients[0].split([p.numel() for p in self.parameters])
             gradients = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         for p, gradient in zip(self.parameters, gradients, strict=True):
-            # a fused optimiser takes the parameters' order of memory for granted
+            # a fused optimiser expects the parameters' order of memory
             p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's hook: in the last shard's backward, the mean of a bucket over all shards."""
         buffer = bucket.buffer()
         if self.gradients:
-            # contiguous views, though the bucket keeps each parameter's order of axes
+            # contiguous views; the bucket keeps each parameter's order of axes
             views = zip(bucket.gradients(), bucket.parameters(), strict=True)
             last = [x.as_strided(p.shape, p.stride()) for x, p in views]
             places = [self.places[p] for p in bucket.parameters()]

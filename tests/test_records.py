@@ -212,11 +212,11 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys):
     good = write(tmp_path / "a", ROWS)
     cases = {
         "nowhere: is no run directory": ((tmp_path / "nowhere",), None),
-        "empty: is no run directory": ((good, tmp_path / "empty"), None),
+        "empty: is no run directory": ((tmp_path / "empty",), None),
         "metrics.csv: holds no whole row": ((write(tmp_path / "header", ""),), None),
         "no row has a return or a loss yet": ((write(tmp_path / "blank", "8,,,,,1.0\n"),), None),
         "name at least one": ((), None),
-        "--out nowhere/x.png: cannot be written": ((good,), Path("nowhere/x.png")),
+        "--out nowhere/x.png: cannot be written": ((good, tmp_path / "empty"), Path("nowhere/x.png")),
     }
     for said, (runs, out) in cases.items():
         with pytest.raises(SystemExit) as ended:
