@@ -71,10 +71,11 @@ def draw(runs: dict[str, Curve]) -> Figure:
 def main(args: Args) -> None:
     if not args.runs:
         raise BadInput("RUNS: name at least one run directory, such as runs/a.")
-    ended = [path for path in args.runs if path.is_dir() and not (path / "metrics.csv").exists()]
-    for path in ended if len(ended) < len(args.runs) else ():
-        print(f"{path}: left out, since it ended before its first row")
-        args.runs = tuple(x for x in args.runs if x != path)
+    empty = [path for path in args.runs if path.is_dir() and not (path / "metrics.csv").exists()]
+    if len(empty) < len(args.runs):
+        args.runs = tuple(path for path in args.runs if path not in empty)
+        for path in empty:
+            print(f"{path}: left out, since it has no metrics.csv")
     first = args.runs[0]
     names = [path.resolve().name for path in args.runs]
     labels = names if len({*names}) == len(names) else [str(path) for path in args.runs]

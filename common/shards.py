@@ -74,15 +74,15 @@ class Gradient:
                 p.grad = None
             value, stats = loss(*inputs)
             value.backward()
-            unused = [name for name, p in self.bare.named_parameters() if p.requires_grad and p.grad is None]
-            if unused:
-                raise BadInput(f"{type(self.bare).__name__}: its result must depend on {', '.join(unused)}.")
             gradients = [p.grad for p in self.parameters]
+            if any(x is None for x in gradients):
+                unused = [name for name, p in self.bare.named_parameters() if p.requires_grad and p.grad is None]
+                raise BadInput(f"{type(self.bare).__name__}: its result must depend on {', '.join(unused)}.")
         self.gradients.append(gradients)
         return stats
 
     def _set_mean(self, gradients: Gradients) -> None:
-        """Set `.grad` to the mean over all shards, given the sums over this rank's."""
+        """Set `.grad`, in the parameters' order of memory, to the mean over shards."""
         if self.world.world_size > 1:
             sum_over_ranks(gradients[0], self.world)  # collective; the only one, since it is compiled
         if self.world.num_shards > 1:
@@ -91,7 +91,6 @@ class Gradient:
             parts = gradients[0].split([p.numel() for p in self.parameters])
             gradients = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         for p, gradient in zip(self.parameters, gradients, strict=True):
-            # a fused optimiser expects the parameters' order of memory
             p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -81,5 +81,5 @@ def check_equal(step: int, state: dict[str, Any], world: World) -> None:
 
 def for_model(state: dict[str, Any]) -> dict[str, Any]:
     """What of a run's state goes into model.pt: all except optimisers, schedules and generators."""
-    begun_anew = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.Generator
-    return {name: x for name, x in state.items() if not isinstance(x, begun_anew)}
+    anew = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.Generator
+    return {name: x for name, x in state.items() if not isinstance(x, anew)}
