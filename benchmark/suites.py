@@ -227,7 +227,7 @@ SUITES = {
     ],
     "pong": [
         work("ppo_ddp.py", "ALE/Pong-v5", PPO_PONG, {1: (1,), 2: (1, 2, 3)}),
-        work("dqn_ddp.py", "ALE/Pong-v5", DQN_PONG, ONE_AND_TWO),
+        work("dqn_ddp.py", "ALE/Pong-v5", DQN_PONG, {1: (1, 2, 3), 2: (1,)}),
     ],
     "procgen": [
         work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)}, training=True)
