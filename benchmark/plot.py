@@ -8,6 +8,7 @@ suite of your own, these are `runs/results` and `runs/figures`.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
 (arXiv:2108.13264); of fewer than five seeds that is no more than their range. A final return is the mean of a run's
 last three evaluations. Procgen's are of training episodes, as its paper has them: means over tenths of a run.
+With `--against ppo_ddp` a second table has what the others' final returns differ by from that script's or variant's.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Args:
     """where figures go (default: benchmark/figures; of a suite of your own, runs/figures)"""
     readme: Path | None = None
     """a file whose lines between <!-- SUITE --> and <!-- end SUITE --> become the table and the figures"""
+    against: str | None = None
+    """also the differences of the others' final returns to this script's or variant's, such as ppo_ddp"""
 
 
 @dataclass
@@ -158,14 +161,26 @@ def interquartile_mean(x: np.ndarray, axis: int) -> np.ndarray:
     return np.tensordot(weights / weights.sum(), x, 1)
 
 
-def interval(groups: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """95 % interval of the interquartile mean over all of `groups`, (k, ...) each, seeds resampled within a group."""
-    rng = np.random.default_rng(0)
+def bootstrap(groups: list[np.ndarray], seed: int = 0) -> np.ndarray:
+    """Interquartile means over all of `groups`, (k, ...) each, seeds resampled within a group: (resamples, ...)."""
+    rng = np.random.default_rng(seed)
     samples = [
         np.concatenate([group[rng.integers(len(group), size=len(group))] for group in groups]) for _ in range(RESAMPLES)
     ]
-    low, high = np.percentile(interquartile_mean(np.array(samples), 1), [2.5, 97.5], axis=0)
+    return interquartile_mean(np.array(samples), 1)
+
+
+def interval(groups: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """95 % interval of the interquartile mean over all of `groups`, (k, ...) each."""
+    low, high = np.percentile(bootstrap(groups), [2.5, 97.5], axis=0)
     return low, high
+
+
+def difference(ones: list[np.ndarray], others: list[np.ndarray]) -> tuple[float, float, float]:
+    """Interquartile mean over all of `ones` less that of `others`, (k,) each, and its 95 % interval."""
+    middle = interquartile_mean(np.concatenate(ones), 0) - interquartile_mean(np.concatenate(others), 0)
+    low, high = np.percentile(bootstrap(ones) - bootstrap(others, seed=1), [2.5, 97.5])
+    return middle, low, high
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -361,6 +376,34 @@ def table(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> str:
     return "\n".join(lines) + "\n"
 
 
+def differences(curves: dict[tuple[str, str, int], Curve], suite: Suite, against: str) -> str:
+    """The others' final returns less those of `against` in Markdown: on each task, and over the tasks with a scale."""
+    fewest: dict[str, dict[str, Curve]] = defaultdict(dict)
+    for (env_id, label, _), curve in sorted(curves.items(), reverse=True):
+        fewest[label][env_id] = curve
+    if against not in fewest:
+        raise BadInput(f"--against {against}: nothing of it is recorded; name one of {', '.join(sorted(fewest))}.")
+    base = fewest.pop(against)
+    head = f"| script | environment | final return (interquartile mean) less {against.replace('_ddp', '')}'s |"
+    lines = [f"{head} 95 % interval |", "| --- | --- | --- | --- |"]
+    for label, by_env in sorted(fewest.items()):
+        shared = sorted(by_env.keys() & base)
+        rows = [(env_id, [by_env[env_id].final], [base[env_id].final]) for env_id in shared]
+        if len(scaled := [env_id for env_id in shared if env_id in suite.scales]) > 1:
+            parts = [[], []]
+            for env_id in scaled:
+                low, high = suite.scales[env_id]
+                for part, curve in zip(parts, (by_env[env_id], base[env_id]), strict=True):
+                    part.append((curve.final - low) / (high - low))
+            rows.append((f"all {len(scaled)}, scaled", *parts))
+        for name, ones, others in rows:
+            middle, low, high = difference(ones, others)
+            digits = 2 if max(abs(low), abs(high)) <= 1 else 1
+            middle, low, high = (f"{x:+.{digits}f}" for x in (middle, low, high))
+            lines.append(f"| {label.replace('_ddp', '')} | {name} | {middle} | {low} to {high} |")
+    return "\n".join(lines) + "\n"
+
+
 def with_table(readme: Path, name: str, text: str) -> str:
     """A file's text with what is between the two markers of `name` replaced; `BadInput` where it has none."""
     start, end = f"<!-- {name} -->\n", f"<!-- end {name} -->\n"
@@ -380,6 +423,9 @@ def main(args: Args) -> None:
         raise BadInput(f"--results {results}: nothing of {suite.name} is there; python -m benchmark.run {args.suite}")
     if args.readme is not None:
         with_table(args.readme, suite.name, "")  # before anything is drawn
+    text = table(curves, suite)
+    if args.against is not None:
+        text += "\n" + differences(curves, suite, args.against)
     names, folder = [], figures / suite.name
     for env_id in sorted({env_id for env_id, _, _ in curves}):
         chosen = {(script, size): curve for (env, script, size), curve in curves.items() if env == env_id}
@@ -390,7 +436,6 @@ def main(args: Args) -> None:
         draw_aggregate(sets, suite, folder / "all.svg")
     records = {run: recorded(run, results) for run in runs_of(suite)}
     commits = Counter(str(about["commit"])[:7] for about in records.values() if about)
-    text = table(curves, suite)
     listed = ", ".join(f"{commit} ({n})" for commit, n in sorted(commits.items()))
     text += f"\nCommits whose code recorded these curves (how many): {listed}.\n"
     begun = {run.work for run, about in records.items() if about}

@@ -62,7 +62,6 @@ EDITS = {
     "of observations": lambda: Agent(lambda m, obs, out: out + 0.1 * obs[:, :3]),
     "learned temperature": lambda: Agent(lambda m, obs, out: out / m.temperature),
     "hook": made(lambda m: m.actor[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
-    "hook on all": made(lambda m: m.actor.register_forward_hook(lambda layer, x, y: 2 * y)),
     "weight normalisation": made(lambda m: nn.utils.parametrizations.weight_norm(m.actor[2])),
     "forward of one layer": made(lambda m: setattr(m.actor[2], "forward", lambda x: x[:, :64] / 2)),
     "another activation": made(lambda m: m.actor.insert(1, nn.LayerNorm(64))),
@@ -74,7 +73,6 @@ EDITS = {
     "observations in place": made(lambda m: setattr(m, "forward", lambda obs: m.actor(obs.clamp_(-99, 99)))),
     "values": made(lambda m: setattr(m, "forward", lambda obs: (m.actor(obs), 2 * m.critic(obs)[:, 0]))),
     "hook on the critic": made(lambda m: m.critic[0].register_forward_hook(lambda layer, x, y: y + 0.5)),
-    "the critic's activation": made(lambda m: m.critic.__setitem__(1, nn.SiLU())),
     "dueling": lambda: dqn_ddp.QNetwork(SPACE, 3, True, "auto", True),
 }
 UNEDITED = {

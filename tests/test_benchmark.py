@@ -40,29 +40,40 @@ def test_the_interval_is_that_of_the_mean_of_a_normal():
     assert plot.interval([np.zeros(2), np.full(2, 10.0)]) == (5.0, 5.0)  # resampled within each group
 
 
+def curve(returns: list, seeds: list[int] | None = None, steps=(100, 200, 300), wall=0.0) -> plot.Curve:
+    names = ("global_step", "eval/episodic_return", "time/wall")
+    rows = [[dict(zip(names, (*at, wall), strict=True)) for at in zip(steps, run, strict=True)] for run in returns]
+    return plot.Curve(np.array(steps), np.array(returns), np.zeros((len(returns), 3)), rows, seeds or [1], (1,))
+
+
+def test_differences_by_hand():
+    """On each task, and over tasks, where returns are scaled; against the fewest processes."""
+    returns = {("Breakout", "a"): [15.2, 15.2], ("Breakout", "b"): [0.4, 30.0]}
+    returns |= {("Freeway", "a"): [60.0, 60.0], ("Freeway", "b"): [30.2, 30.2]}
+    curves = {(f"MinAtar/{task}-v1", x, 1): curve([[y] for y in two], steps=(1,)) for (task, x), two in returns.items()}
+    curves["MinAtar/Freeway-v1", "b", 2] = curve([[0.0]], steps=(1,))
+    rows = plot.differences(curves, suite_of("minatar"), "a").splitlines()
+    assert rows[2] == "| b | MinAtar/Breakout-v1 | +0.0 | -14.8 to +14.8 |" and "less a's" in rows[0]
+    assert rows[3] == "| b | MinAtar/Freeway-v1 | -29.8 | -29.8 to -29.8 |"
+    assert rows[4] == "| b | all 2, scaled | -0.25 | -0.50 to +0.00 |"
+    with pytest.raises(BadInput, match="--against c: nothing of it is recorded; name one of a, b."):
+        plot.differences(curves, suite_of("minatar"), "c")
+
+
 def test_agreement_of_two_world_sizes_by_hand():
     """Rows to 1e-3, without times, seed by seed; and whether intervals overlap."""
-
-    def curve(seeds: list[int], returns: list[list[float]], wall: float) -> plot.Curve:
-        rows = [
-            [{"global_step": 100 * i, "eval/episodic_return": repr(x), "time/wall": wall} for i, x in enumerate(run, 1)]
-            for run in returns
-        ]
-        return plot.Curve(np.array([100, 200, 300]), np.array(returns), np.zeros((len(seeds), 3)), rows, seeds, (1,))
-
-    one = curve([1, 2, 3], [[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]], 1.0)
-    assert plot.agreement(one, curve([2, 3], [[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]], 2.0)) == "200 and 0; overlap"
+    one = curve([[9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]], [1, 2, 3], wall=1.0)
+    assert plot.agreement(one, curve([[1.0, 2.0005, 3.1], [5.1, 5.0, 5.0]], [2, 3])) == "200 and 0; overlap"
     for last in (300.0, -300.0):
-        others = curve([2, 3], [[1.0, 2.0, last], [last, last, last]], 2.0)
-        assert plot.agreement(one, others) == "200 and 0; apart"
-    assert plot.agreement(one, curve([2], [[1.0, 2.0, 9.0]], 2.0)) == "200", "an interval of one run is a point"
-    assert plot.agreement(one, curve([2], [[1.0, 2.0, 3.0]], 2.0)) == "the same bytes"
+        assert plot.agreement(one, curve([[1.0, 2.0, last], [last, last, last]], [2, 3])) == "200 and 0; apart"
+    assert plot.agreement(one, curve([[1.0, 2.0, 9.0]], [2])) == "200", "an interval of one run is a point"
+    assert plot.agreement(one, curve([[1.0, 2.0, 3.0]], [2])) == "the same bytes"
 
 
 def test_the_evaluation_before_learning_is_no_final_return():
-    curve = plot.Curve(np.array([0, 50, 100]), np.array([[20.0, 300.0, 500.0]]), np.zeros((1, 3)), [[]], [1], (1,))
-    assert curve.final.tolist() == [400.0]
-    low, top = plot.limits([curve], 900.0, [])  # worse than random
+    one = curve([[20.0, 300.0, 500.0]], steps=(0, 50, 100))
+    assert one.final.tolist() == [400.0]
+    low, top = plot.limits([one], 900.0, [])  # worse than random
     assert low < 20.0 and top > 500.0
 
 
@@ -204,7 +215,8 @@ def test_figures_and_table_are_what_the_data_say(suite, tmp_path, monkeypatch):
         scaling.draw(scaling.Args(results=RESULTS / "scaling.csv", figure=folder / "scaling.svg", readme=page))
         names = {"scaling.svg"}
     else:
-        plot.main(plot.Args(suite, figures=folder, readme=page))
+        against = "ppo_ddp" if suite.startswith("minatar") else None
+        plot.main(plot.Args(suite, figures=folder, readme=page, against=against))
         names = {f"{suite}/{path.name}" for path in (figures / suite).iterdir()}
     assert page.read_text() == (ROOT / "docs" / "results.md").read_text()
     assert {str(path.relative_to(folder)) for path in folder.rglob("*.svg")} == names

@@ -176,7 +176,6 @@ SWEEPS = {
     "--anneal_lr=False --clip-vloss False": {"anneal_lr": False, "clip_vloss": False},
     "--anneal-lr=true --norm_obs True --num_envs=8": {"anneal_lr": True, "norm_obs": True, "num_envs": 8},
     "--track=False --target_kl=None --no-clip-vloss": {"track": False, "target_kl": None, "clip_vloss": False},
-    "--norm-obs --num-envs 8 --target-kl 0.1": {"norm_obs": True, "num_envs": 8, "target_kl": 0.1},
 }
 
 
