@@ -8,7 +8,7 @@ suite of your own, these are `runs/results` and `runs/figures`.
 A curve is the interquartile mean over seeds of the evaluations, its band the 95 % interval of a stratified bootstrap
 (arXiv:2108.13264); of fewer than five seeds that is no more than their range. A final return is the mean of a run's
 last three evaluations. Procgen's are of training episodes, as its paper has them: means over tenths of a run.
-With `--against ppo_ddp` a second table has what the others' final returns differ by from that script's or variant's.
+With `--against ppo_ddp` a second table says by how much the others' final returns are above that script's or variant's.
 """
 
 from __future__ import annotations
@@ -256,16 +256,21 @@ def draw_environment(env_id: str, curves: dict[tuple[str, int], Curve], suite: S
     save(figure, path)
 
 
+def by_script(curves: dict[tuple[str, str, int], Curve]) -> dict[str, dict[str, Curve]]:
+    """Script and variant -> environment -> the curve of its fewest processes."""
+    found: dict[str, dict[str, Curve]] = defaultdict(dict)
+    for (env_id, script, _), curve in sorted(curves.items(), reverse=True):
+        found[script][env_id] = curve
+    return dict(sorted(found.items()))
+
+
 def aggregates(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> dict[tuple[str, ...], dict]:
     """Sets of at least two environments with a scale -> script -> environment -> the curve of its fewest processes."""
-    fewest: dict[str, dict[str, Curve]] = defaultdict(dict)
-    for (env_id, script, _), curve in sorted(curves.items(), reverse=True):
-        if env_id in suite.scales:
-            fewest[script][env_id] = curve
     sets: dict[tuple[str, ...], dict] = defaultdict(dict)
-    for script, by_env in sorted(fewest.items()):
-        if len(by_env) > 1:
-            sets[tuple(sorted(by_env))][script] = by_env
+    for script, by_env in by_script(curves).items():
+        with_scale = {env_id: curve for env_id, curve in by_env.items() if env_id in suite.scales}
+        if len(with_scale) > 1:
+            sets[tuple(sorted(with_scale))][script] = with_scale
     return sets
 
 
@@ -279,9 +284,8 @@ def draw_aggregate(sets: dict[tuple[str, ...], dict], suite: Suite, path: Path) 
             scaled, final = [], []
             part = np.linspace(max(curve.steps[0] / curve.steps[-1] for curve in by_env.values()), 1, 51)
             for env_id, curve in by_env.items():
-                low, high = suite.scales[env_id]
-                x = (curve.returns - low) / (high - low)
-                final.append((curve.final - low) / (high - low))
+                x = suite.scaled(env_id, curve.returns)
+                final.append(suite.scaled(env_id, curve.final))
                 scaled.append(np.array([np.interp(part * curve.steps[-1], curve.steps, run) for run in x]))
             middle, (low, high) = interquartile_mean(np.concatenate(scaled), 0), interval(scaled)
             budgets = "\n".join(f" {name}: {by_env[name].steps[-1] / 1e6:.2g} M" for name in environments)
@@ -378,29 +382,24 @@ def table(curves: dict[tuple[str, str, int], Curve], suite: Suite) -> str:
 
 def differences(curves: dict[tuple[str, str, int], Curve], suite: Suite, against: str) -> str:
     """The others' final returns less those of `against` in Markdown: on each task, and over the tasks with a scale."""
-    fewest: dict[str, dict[str, Curve]] = defaultdict(dict)
-    for (env_id, label, _), curve in sorted(curves.items(), reverse=True):
-        fewest[label][env_id] = curve
-    if against not in fewest:
-        raise BadInput(f"--against {against}: nothing of it is recorded; name one of {', '.join(sorted(fewest))}.")
-    base = fewest.pop(against)
+    recorded_of = by_script(curves)
+    if against not in recorded_of:
+        raise BadInput(f"--against {against}: nothing of it is recorded; name one of {', '.join(recorded_of)}.")
+    base = recorded_of.pop(against)
     head = f"| script | environment | final return (interquartile mean) less {against.replace('_ddp', '')}'s |"
     lines = [f"{head} 95 % interval |", "| --- | --- | --- | --- |"]
-    for label, by_env in sorted(fewest.items()):
+    for script, by_env in recorded_of.items():
         shared = sorted(by_env.keys() & base)
         rows = [(env_id, [by_env[env_id].final], [base[env_id].final]) for env_id in shared]
-        if len(scaled := [env_id for env_id in shared if env_id in suite.scales]) > 1:
-            parts = [[], []]
-            for env_id in scaled:
-                low, high = suite.scales[env_id]
-                for part, curve in zip(parts, (by_env[env_id], base[env_id]), strict=True):
-                    part.append((curve.final - low) / (high - low))
-            rows.append((f"all {len(scaled)}, scaled", *parts))
+        with_scale = [env_id for env_id in shared if env_id in suite.scales]
+        if len(with_scale) > 1:
+            ones, others = ([suite.scaled(env_id, x[env_id].final) for env_id in with_scale] for x in (by_env, base))
+            rows.append((f"all {len(with_scale)}, scaled", ones, others))
         for name, ones, others in rows:
             middle, low, high = difference(ones, others)
             digits = 2 if max(abs(low), abs(high)) <= 1 else 1
             middle, low, high = (f"{x:+.{digits}f}" for x in (middle, low, high))
-            lines.append(f"| {label.replace('_ddp', '')} | {name} | {middle} | {low} to {high} |")
+            lines.append(f"| {script.replace('_ddp', '')} | {name} | {middle} | {low} to {high} |")
     return "\n".join(lines) + "\n"
 
 

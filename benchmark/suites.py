@@ -18,6 +18,8 @@ import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from common.processes import BadInput
 
 ONE_TO_FIVE = {1: (1, 2, 3, 4, 5), 2: (1, 2)}  # world size: seeds
@@ -319,6 +321,11 @@ class Suite:
     scales: dict[str, tuple[float, float]]
     folder: Path  # where its scripts are looked for first
     home: Path  # of its `results` and `figures`, in the folder that one is in
+
+    def scaled(self, env_id: str, returns: np.ndarray) -> np.ndarray:
+        """Returns in units in which a random agent's is 0 and a good one's 1, of a task with a scale."""
+        low, high = self.scales[env_id]
+        return (returns - low) / (high - low)
 
 
 def suite_of(name: str) -> Suite:
