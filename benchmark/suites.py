@@ -68,6 +68,9 @@ DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-
 # what a machine without a GPU learns in hours, and goes on with after a stop
 PONG = "--shards 2 --num-envs 8 --eval-every 100000 --eval-episodes 10 --checkpoint-every 100000"
 PPO_PONG = f"{PONG} --clip-coef 0.1 --no-norm-reward --learning-rate 3e-4 --total-timesteps 2000000"
+# CleanRL's flags; some five hours on two cores
+PPO_BREAKOUT = "--total-timesteps 10000000 --shards 2 --num-envs 8 --clip-coef 0.1 --no-norm-reward"
+PPO_BREAKOUT += " --eval-every 500000 --eval-episodes 10 --checkpoint-every 250000"
 # as Tianshou's (3-step, double, pixels not divided by 255), but epsilon falls in a tenth of its transitions, and a
 # gradient step on half as many images follows 4 transitions instead of 10
 DQN_PONG = "--shards 2 --num-envs 8 --eval-every 50000 --eval-episodes 10 --checkpoint-every 100000 --log-every 10000"
@@ -231,6 +234,7 @@ SUITES = {
         work("ppo_ddp.py", "ALE/Pong-v5", PPO_PONG, {1: (1,), 2: (1, 2, 3)}),
         work("dqn_ddp.py", "ALE/Pong-v5", DQN_PONG, {1: (1, 2, 3), 2: (1,)}),
     ],
+    "breakout": [work("ppo_ddp.py", "ALE/Breakout-v5", PPO_BREAKOUT, {2: (1,)}, training=True)],
     "procgen": [
         work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)}, training=True)
         for game in PROCGEN_SCALES
