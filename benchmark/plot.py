@@ -386,6 +386,8 @@ def differences(curves: dict[tuple[str, str, int], Curve], suite: Suite, against
     if against not in recorded_of:
         raise BadInput(f"--against {against}: nothing of it is recorded; name one of {', '.join(recorded_of)}.")
     base = recorded_of.pop(against)
+    if not recorded_of:
+        return f"Nothing is recorded beside {against}.\n"
     head = f"| script | environment | final return (interquartile mean) less {against.replace('_ddp', '')}'s |"
     lines = [f"{head} 95 % interval |", "| --- | --- | --- | --- |"]
     for script, by_env in recorded_of.items():
