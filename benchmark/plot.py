@@ -387,7 +387,7 @@ def differences(curves: dict[tuple[str, str, int], Curve], suite: Suite, against
         raise BadInput(f"--against {against}: nothing of it is recorded; name one of {', '.join(recorded_of)}.")
     base = recorded_of.pop(against)
     if not recorded_of:
-        return f"Nothing is recorded beside {against}.\n"
+        return f"No other script or variant is recorded to compare with {against}.\n"
     head = f"| script | environment | final return (interquartile mean) less {against.replace('_ddp', '')}'s |"
     lines = [f"{head} 95 % interval |", "| --- | --- | --- | --- |"]
     for script, by_env in recorded_of.items():
@@ -395,7 +395,8 @@ def differences(curves: dict[tuple[str, str, int], Curve], suite: Suite, against
         rows = [(env_id, [by_env[env_id].final], [base[env_id].final]) for env_id in shared]
         with_scale = [env_id for env_id in shared if env_id in suite.scales]
         if len(with_scale) > 1:
-            ones, others = ([suite.scaled(env_id, x[env_id].final) for env_id in with_scale] for x in (by_env, base))
+            ones = [suite.scaled(env_id, by_env[env_id].final) for env_id in with_scale]
+            others = [suite.scaled(env_id, base[env_id].final) for env_id in with_scale]
             rows.append((f"all {len(with_scale)}, scaled", ones, others))
         for name, ones, others in rows:
             middle, low, high = difference(ones, others)

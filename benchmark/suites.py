@@ -61,16 +61,14 @@ PPG_MINATAR += " --update-epochs 4 --n-pi 8"
 DQN_MINATAR = "--total-timesteps 1000000 --eval-every 50000 --log-every 10000 --buffer-size 100000 --batch-size 32"
 DQN_MINATAR += " --learning-starts 5000 --train-frequency 4 --target-network-frequency 1000 --exploration-fraction 0.1"
 DQN_EXACT = "--prioritized --total-timesteps 200000 --eval-every 10000 --log-every 5000"
-PPO_ATARI = "--total-timesteps 10000000 --eval-every 250000 --num-envs 8 --clip-coef 0.1 --no-norm-reward"
+PPO_ATARI = "--total-timesteps 10000000 --eval-every 500000 --eval-episodes 10 --checkpoint-every 250000"
+PPO_ATARI += " --num-envs 8 --clip-coef 0.1 --no-norm-reward"  # the rest of ppo_atari.py's settings are our defaults
 DQN_ATARI = "--total-timesteps 10000000 --eval-every 250000 --log-every 50000 --num-envs 8 --buffer-size 1000000"
 DQN_ATARI += " --batch-size 32 --learning-rate 1e-4 --learning-starts 80000 --train-frequency 4"
 DQN_ATARI += " --target-network-frequency 1000 --exploration-fraction 0.1 --end-e 0.01"
 # what a machine without a GPU learns in hours, and goes on with after a stop
 PONG = "--shards 2 --num-envs 8 --eval-every 100000 --eval-episodes 10 --checkpoint-every 100000"
 PPO_PONG = f"{PONG} --clip-coef 0.1 --no-norm-reward --learning-rate 3e-4 --total-timesteps 2000000"
-# CleanRL's flags; some five hours on two cores
-PPO_BREAKOUT = "--total-timesteps 10000000 --shards 2 --num-envs 8 --clip-coef 0.1 --no-norm-reward"
-PPO_BREAKOUT += " --eval-every 500000 --eval-episodes 10 --checkpoint-every 250000"
 # as Tianshou's (3-step, double, pixels not divided by 255), but epsilon falls in a tenth of its transitions, and a
 # gradient step on half as many images follows 4 transitions instead of 10
 DQN_PONG = "--shards 2 --num-envs 8 --eval-every 50000 --eval-episodes 10 --checkpoint-every 100000 --log-every 10000"
@@ -234,7 +232,7 @@ SUITES = {
         work("ppo_ddp.py", "ALE/Pong-v5", PPO_PONG, {1: (1,), 2: (1, 2, 3)}),
         work("dqn_ddp.py", "ALE/Pong-v5", DQN_PONG, {1: (1, 2, 3), 2: (1,)}),
     ],
-    "breakout": [work("ppo_ddp.py", "ALE/Breakout-v5", PPO_BREAKOUT, {2: (1,)}, training=True)],
+    "breakout": [work("ppo_ddp.py", "ALE/Breakout-v5", f"{PPO_ATARI} --shards 2", {2: (1,)}, training=True)],
     "procgen": [
         work(script, f"envpool/{game}Hard-v0", flags, {4: (1, 2, 3)}, training=True)
         for game in PROCGEN_SCALES
