@@ -163,11 +163,10 @@ def interquartile_mean(x: np.ndarray, axis: int) -> np.ndarray:
 
 def bootstrap(groups: list[np.ndarray], seed: int = 0) -> np.ndarray:
     """Interquartile means over all of `groups`, (k, ...) each, seeds resampled within a group: (resamples, ...)."""
-    rng = np.random.default_rng(seed)
-    samples = [
-        np.concatenate([group[rng.integers(len(group), size=len(group))] for group in groups]) for _ in range(RESAMPLES)
-    ]
-    return interquartile_mean(np.array(samples), 1)
+    sizes = np.array([len(group) for group in groups])
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    drawn = np.random.default_rng(seed).integers(np.repeat(sizes, sizes), size=(RESAMPLES, sizes.sum()))
+    return interquartile_mean(np.concatenate(groups)[starts + drawn], 1)
 
 
 def interval(groups: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -119,7 +119,7 @@ def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "f
     """
     import launcher  # here, because programs that only start and finish runs have no path to it
 
-    words, run_dir = [script, *f"--timeout 200 {flags} --run-dir {run_dir}".split()], Path(run_dir)
+    words, run_dir = [script, *f"--timeout 200 --num-threads 1 {flags} --run-dir {run_dir}".split()], Path(run_dir)
     env, output = {"LOCKSTEP_DTYPE": dtype} | env, Path(f"{run_dir}.out")
     text = fork(launcher.main, (words,), world_size, output, env, code)
     return Run(code, text, text, run_dir)
@@ -127,7 +127,7 @@ def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "f
 
 def train(module, run_dir: Path, **flags) -> Run:
     """Run a script in this process, on the CPU and, unless flags say otherwise, without evaluations."""
-    module.main(module.Args(**{"cuda": False, "eval_every": 0} | flags, run_dir=str(run_dir)))
+    module.main(module.Args(**{"cuda": False, "eval_every": 0, "num_threads": 1} | flags, run_dir=str(run_dir)))
     return Run(0, "", "", run_dir)
 
 

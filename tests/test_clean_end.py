@@ -86,9 +86,9 @@ def test_a_crash_on_one_rank_shows_its_traceback(tmp_path):
 def test_a_rank_that_hangs_is_reported_with_its_stack(tmp_path):
     """Where it stands. The other, in the collective, may end before."""
     note = {"LOCKSTEP_FAULT": "hang@1@40", "LOCKSTEP_NOTE": str(tmp_path / "hangs")}
-    process, family = begin("ppo_ddp.py", 2, f"{LONG} --timeout 10", tmp_path, **note)
+    process, family = begin("ppo_ddp.py", 2, f"{LONG} --timeout 20", tmp_path, **note)
     run = ended(process, family, tmp_path)
-    assert run.code == 1 and "Timeout (0:00:10)!" in run.err
+    assert run.code == 1 and "Timeout (0:00:20)!" in run.err
     assert "in stand_still" in run.err and "in train" in run.err
 
 

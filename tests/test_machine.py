@@ -77,7 +77,7 @@ def test_torch_takes_all_cores_where_networks_and_batches_are_large(size, tmp_pa
         call = getattr(Run, name)
         watched = lambda *args, call=call, **how: (seen.append(torch.get_num_threads()), call(*args, **how))[1]  # noqa: E731
         monkeypatch.setattr(Run, name, watched)
-    train(script, tmp_path / "run", **settings)
+    train(script, tmp_path / "run", **{"num_threads": 0} | settings)
     assert seen[0] == settings.get("num_threads", 1) and seen[-1] == threads
     most = json.loads((tmp_path / "run" / "config.json").read_text())["threads"]
     assert most == settings.get("num_threads", 1 if "shards" in settings else 3)
