@@ -164,7 +164,7 @@ def interquartile_mean(x: np.ndarray, axis: int) -> np.ndarray:
 def bootstrap(groups: list[np.ndarray], seed: int = 0) -> np.ndarray:
     """Interquartile means over all of `groups`, (k, ...) each, seeds resampled within a group: (resamples, ...)."""
     sizes = np.array([len(group) for group in groups])
-    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each seed's group
     drawn = np.random.default_rng(seed).integers(np.repeat(sizes, sizes), size=(RESAMPLES, sizes.sum()))
     return interquartile_mean(np.concatenate(groups)[starts + drawn], 1)
 

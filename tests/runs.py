@@ -113,7 +113,7 @@ def send(processes: list[psutil.Process], number: int) -> None:
 
 
 def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "float64", code: int = 0, **env):
-    """Run to the end, through the launcher. Ranks are forked with all imports done: a tenth of the time.
+    """Run to the end, through the launcher, each rank with one thread: tests share the cores. Forked with imports done.
 
     `code`: with which all ranks are to end; where one dies of SIGKILL, the others are then ended by it.
     """
@@ -126,7 +126,7 @@ def run(script: str, world_size: int, flags: str, run_dir: Path, dtype: str = "f
 
 
 def train(module, run_dir: Path, **flags) -> Run:
-    """Run a script in this process, on the CPU and, unless flags say otherwise, without evaluations."""
+    """Run a script in this process, on the CPU and, unless flags say otherwise, in one thread, without evaluations."""
     module.main(module.Args(**{"cuda": False, "eval_every": 0, "num_threads": 1} | flags, run_dir=str(run_dir)))
     return Run(0, "", "", run_dir)
 
