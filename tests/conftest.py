@@ -1,5 +1,6 @@
 """Tests run on the CPU, whatever the machine has, except those marked gpu."""
 
+import gc
 import os
 
 import pytest
@@ -12,6 +13,10 @@ def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU leaves it usable in processes forked later
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what imports made stays; each run ends with a collection of all else
 
 
 @pytest.fixture

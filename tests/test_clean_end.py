@@ -57,15 +57,12 @@ def whole_rows(run_dir) -> int:
     return len(rows)
 
 
-@pytest.mark.parametrize(
-    "script, flags, name",
-    [
-        ("ppo_ddp.py", SHORT, "['agent']['actor.4.bias']"),
-        ("ppg_ddp.py", f"{SHORT} {PHASES}", "['agent']['actor.4.bias']"),
-        ("dqn_ddp.py", SHORT_REPLAY, "['q_network']['head.2.bias']"),
-        ("sac_ddp.py", f"{SHORT_REPLAY} --eval-every 0 --checkpoint-every 256", "['actor']['layers.4.bias']"),
-    ],
-)
+@pytest.mark.parametrize("script, flags, name", [
+    ("ppo_ddp.py", SHORT, "['agent']['actor.4.bias']"),
+    ("ppg_ddp.py", f"{SHORT} {PHASES}", "['agent']['actor.4.bias']"),
+    ("dqn_ddp.py", SHORT_REPLAY, "['q_network']['head.2.bias']"),
+    ("sac_ddp.py", f"{SHORT_REPLAY} --eval-every 0 --checkpoint-every 256", "['actor']['layers.4.bias']"),
+])  # fmt: skip
 def test_a_changed_parameter_is_named(script, flags, name, tmp_path):
     """Moved by 1e-7 on rank 1, with its name and the step."""
     ended = run(script, 2, flags, tmp_path / "run", code=1, LOCKSTEP_FAULT="parameter@1@6")
@@ -200,11 +197,11 @@ FAULTS = {
     "sys.exit of an environment": Fault("ppo", EXIT, 1, "RuntimeError: sys.exit(3) was called"),
     "two ranks, a flag": Fault("ppo", "--no-such-flag", 2, "--no-such-flag", processes=2),
     "two ranks, a number": Fault("ppo", "--num-envs 5", 2, "such as 4", processes=2),
-    "two ranks, nan": Fault("ppo", NAN, 1, "environment 0, its step 7: its reward", processes=2),
     "torchrun killed": Fault("dqn", "", -9, processes=2, kill=(LAUNCHER, signal.SIGKILL), env=APART),
     "a worker killed": Fault("ppo", ASYNC, 1, "async_vector_env.py", kill=(FIRST, signal.SIGKILL)),
 }
 SLOW_FAULTS = {
+    "two ranks, nan": Fault("ppo", NAN, 1, "environment 0, its step 7: its reward", processes=2),
     "raised in a worker": Fault("ppo", f"{RAISE} {ASYNC}", 1, "lidar lost"),
     "nan in an evaluation": Fault("ppo", f"{NAN} --eval-every 64", 1, "evaluation episode 0, its step 7: its reward"),
     "two ranks, no login": Fault("ppo", "--track", 2, "--track: ", processes=2, env=ONLINE),

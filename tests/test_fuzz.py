@@ -2,6 +2,9 @@
 
 import json
 from collections import Counter
+from contextlib import closing
+
+import pytest
 
 import fuzz
 
@@ -13,20 +16,18 @@ FOUND = {"acting": ("ppo", "part in"), "buffer": ("ppg", "part in"), "resume": (
 FOUND |= {"stack": ("dqn", "part in"), "alignment": ("ppo", "bytes too late")}
 
 
-def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes():
+@pytest.mark.parametrize("breaks", [("acting", "alignment"), pytest.param([*FOUND], marks=pytest.mark.slow)])
+def test_drawn_experiments_have_the_same_bytes_on_any_number_of_processes(breaks):
     """One of each script. What is broken, in some processes or in all alike, is found."""
-    servers = fuzz.Servers()
-    try:
+    with closing(fuzz.Servers()) as servers:
         for script, number in FEW.items():
             draw = fuzz.drawn(1, number)
             assert draw.script == script and [x.ending for x in draw.launches if x.ending] == ENDED[script]
             assert fuzz.tried(draw, servers) == "same", f"python tests/fuzz.py --seed 1 --first {number} --draws 1"
-        for broken, (script, says) in FOUND.items():
-            servers.broken = broken
+        for broken in breaks:
+            servers.broken, (script, says) = broken, FOUND[broken]
             result = fuzz.tried(fuzz.drawn(1, FEW[script]), servers)
             assert says in result, f"{broken}: {result}"
-    finally:
-        servers.close()
 
 
 def test_draws_repeat_and_vary():

@@ -18,7 +18,7 @@ CASES = {
     "ppo": ("ppo_ddp.py", "--env-id Pendulum-v1 --num-envs 4 --num-steps 64 --total-timesteps 1024 --norm-obs"),
     "ppg": ("ppg_ddp.py", "--num-envs 4 --num-steps 32 --n-pi 2 --aux-epochs 1 --total-timesteps 512 --norm-obs"),
     "dqn": ("dqn_ddp.py", "--num-envs 4 --learning-starts 500 --total-timesteps 1200 --dueling"),
-    "sac": ("sac_ddp.py", "--num-envs 4 --learning-starts 500 --total-timesteps 580"),
+    "sac": ("sac_ddp.py", "--num-envs 4 --batch-size 32 --learning-starts 500 --total-timesteps 580"),
 }
 
 
@@ -93,9 +93,8 @@ def test_the_programs_of_the_docs_act_as_the_evaluation_did(case, tmp_path, monk
     (tmp_path / "runs").mkdir()
     done = run(script, 1, f"{own} {EVALS} --save-model", tmp_path / "runs" / "a", dtype="float32")
     monkeypatch.chdir(tmp_path)
-    program = program_of(script)
     names = {}
-    exec(program, names)
+    exec(program_of(script), names)
     env, returns = names["env"], []
     for seed in environment_seeds(1, EVALUATION, range(5)):
         obs, _ = env.reset(seed=int(seed))

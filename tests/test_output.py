@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from common.environments import EVALUATION, Episode, environment_seeds, evaluate
 from common.logger import Logger, write_whole
 from common.processes import BadInput, World
 from common.video import film
-from runs import PATIENCE, ROOT, Run, finish, run, start, train
+from runs import ROOT, Run, finish, run, start, train
 
 ALL = {"ppo_ddp.py": ppo_ddp, "ppg_ddp.py": ppg_ddp, "dqn_ddp.py": dqn_ddp, "sac_ddp.py": sac_ddp}
 SHORT = "--num-steps 32 --total-timesteps 1024 --eval-every 500 --eval-episodes 3"
@@ -155,12 +154,9 @@ def test_a_copied_script_runs(tmp_path):
     assert all("copy this file and `common/`" in (ROOT / name).read_text() for name in ALL)
     shutil.copy(ROOT / "ppg_ddp.py", tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ppg_ddp.py"]
-    flags = "--total-timesteps 1024 --n-pi 2 --eval-every 512 --num-steps 64 --run-dir run".split()
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 1 + 4 + 3
+    flags = "--total-timesteps 1024 --n-pi 2 --eval-every 512 --num-steps 64 --run-dir run"
+    done = finish(start(tmp_path / "ppg_ddp.py", 2, flags, cwd=tmp_path, PYTHONPATH=""), tmp_path / "run")
+    assert done.code == 0 and len(done.rows) == 4 + 3, done.err
 
 
 def test_help_names_every_flag(capsys):
@@ -273,9 +269,9 @@ def by_step(run_dir: Path) -> dict[int, dict[str, float]]:
 def test_wandb_holds_what_metrics_csv_holds(tmp_path):
     """Killed and continued offline: one run in two folders, with its settings."""
     run_dir = tmp_path / "run"
-    for code, env in ((-9, {"LOCKSTEP_FAULT": "kill@0@40"}), (0, {})):
-        done = finish(start("ppo_ddp.py", 1, f"{KILLED} --track --run-dir {run_dir}", True, tmp_path, **env), run_dir)
-        assert done.code == code, done.err
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    run("ppo_ddp.py", 1, f"{KILLED} --track", run_dir, code=-9, LOCKSTEP_FAULT="kill@0@40", **env)
+    done = run("ppo_ddp.py", 1, f"{KILLED} --track", run_dir, **env)
     folders = sorted(tmp_path.glob("wandb/offline-run-*"))
     assert [folder.name.split("-")[-1] for folder in folders] == 2 * [(run_dir / "wandb_id").read_text()]
     records = wandb_records(next(folders[1].glob("*.wandb")))
