@@ -58,6 +58,7 @@ def test_differences_by_hand():
     assert rows[4] == "| b | all 2, scaled | -0.25 | -0.50 to +0.00 |"
     with pytest.raises(BadInput, match="--against c: nothing of it is recorded; name one of a, b."):
         plot.differences(curves, suite_of("minatar"), "c")
+    assert plot.differences({("x", "a", 1): curve([[1.0, 1.0, 1.0]])}, suite_of("minatar"), "a").startswith("No other")
 
 
 def test_agreement_of_two_world_sizes_by_hand():
