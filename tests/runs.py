@@ -135,10 +135,9 @@ def fork(
     target: Callable, arguments: tuple, world_size: int, output: Path, env: Mapping[str, str], code: int = 0
 ) -> str:
     """Call `target(*arguments)` on some ranks, which end with `code` -> what they printed, also in `output`."""
-    ranks = []
-    for place in places(world_size):
-        ranks.append(FORKS.Process(target=forked, args=(target, arguments, env | place, output)))
-        ranks[-1].start()
+    ranks = [FORKS.Process(target=forked, args=(target, arguments, env | x, output)) for x in places(world_size)]
+    for process in ranks:
+        process.start()
     deadline = time.monotonic() + PATIENCE
     if code == -signal.SIGKILL:
         multiprocessing.connection.wait([process.sentinel for process in ranks], PATIENCE)

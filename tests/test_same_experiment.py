@@ -20,7 +20,7 @@ DQN_MORE = "--prioritized --n-step 3 --double-q --dueling --tau 0.5 --loss huber
 SAC_MORE = "--prioritized --policy-frequency 3 --target-network-frequency 8 --tau 0.1 --no-autotune --alpha 0.2"
 FIVE = f"{SIZES} --total-timesteps {5 * 12 * 16} --eval-every 0"
 REPLAY = "--learning-starts 200 --batch-size 32 --total-timesteps 600 --log-every 100 --eval-every 300 --save-model"
-REPLAY += " --train-frequency 4"
+REPLAY += " --train-frequency 4 --eval-episodes 3"
 DOTS = "--env-id tests.envs:Dots-v0 --num-envs 4 --num-steps 8 --n-pi 2 --aux-epochs 1 --num-aux-minibatches 2"
 LENGTHS = {"ShortCartPole": 30.0, "Pendulum-v1": 200.0, "Noisy": 10.0}  # of truncated episodes
 CASES = [
@@ -79,11 +79,10 @@ def test_the_same_command_gives_the_same_bytes(script, tmp_path):
     "script, flags, size",
     [("ppo_ddp.py", SIZES, 4), ("dqn_ddp.py", "--num-envs 12 --buffer-size 1200 --learning-starts 200", 2)],
 )
-def test_environments_are_divided(script, flags, size, tmp_path):
+def test_environments_are_divided(script, flags, size, tmp_path, tmp_path_factory):
     """Each environment, known by its seed, is stepped on exactly one rank, in that rank's block."""
+    notes = tmp_path_factory.mktemp("notes")
     flags += " --env-id tests.envs:ShortCartPole-v0 --total-timesteps 576 --eval-every 500 --eval-episodes 5"
-    notes = tmp_path / "notes"
-    notes.mkdir()
     run(script, size, flags, tmp_path / "run", LOCKSTEP_NOTES=str(notes))
     lines = {tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)}
     training = {seed: i for i, seed in enumerate(environment_seeds(1, TRAINING, range(12)))}

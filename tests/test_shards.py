@@ -31,7 +31,6 @@ IMAGES = f"{MINATAR} --num-steps 32 --total-timesteps 1024"
 PONG = "--env-id ALE/Pong-v5 --num-envs 4 --eval-every 0"
 BOX = f"{PPO} --env-id tests.envs:NoisyPendulum-v0 --total-timesteps 1024 --norm-adv batch --norm-obs"
 DQN_PONG = f"{PONG} --buffer-size 400 --total-timesteps 560 --learning-starts 480 --batch-size 16 --log-every 200"
-DQN_PONG += " --prioritized --n-step 3"
 CASES = {
     "ppo": ("ppo_ddp.py", 8, f"{PPO} --norm-obs {SLOWLY} --total-timesteps 1024 --target-kl 0.0001 --seed 4", (1, 8)),
     "ppo box, batch": ("ppo_ddp.py", 2, BOX, (1, 2)),
@@ -42,7 +41,7 @@ CASES = {
     "ppg minatar": ("ppg_ddp.py", 2, f"{IMAGES} --n-pi 4 --aux-epochs 1", (1, 2)),
     "dqn": ("dqn_ddp.py", 4, f"{DQN} --prioritized --n-step 3 --double-q --dueling", (1, 4)),
     "dqn minatar": ("dqn_ddp.py", 4, f"{MINATAR} --total-timesteps 1200 --learning-starts 800", (1, 2)),
-    "dqn pong": ("dqn_ddp.py", 2, DQN_PONG, (1, 2)),
+    "dqn pong": ("dqn_ddp.py", 2, f"{DQN_PONG} --prioritized --n-step 3", (1, 2)),
     "sac": ("sac_ddp.py", 4, f"{SAC} --prioritized --policy-frequency 3", (1, 2)),
 }
 
