@@ -143,7 +143,8 @@ ppo_ddp.launch(ppo_ddp.main, ppo_ddp.Args)
 """)
     if what == "processor":  # numpy asks which when it is imported
         done = finish(start(str(program), 2, ""), tmp_path / "run")
-        code, text = done.code, done.out + done.err
+        text = done.out + done.err
+        assert done.code == code, text
     else:
         text = fork(runpy.run_path, (str(program),), 2, tmp_path / "out", {}, code)
     assert re.search(said, text, re.MULTILINE), text

@@ -87,8 +87,7 @@ def test_environments_are_divided(script, flags, size, tmp_path, tmp_path_factor
     lines = {tuple(map(int, (notes / name).read_text().split())) for name in os.listdir(notes)}
     training = {seed: i for i, seed in enumerate(environment_seeds(1, TRAINING, range(12)))}
     evaluation = {seed: e for e, seed in enumerate(environment_seeds(1, EVALUATION, range(5)))}
-    places = [(rank, seed) for rank, seed, _ in lines]
     expected = [(i // (12 // size), seed) for seed, i in training.items()]
     expected += [(e % size, seed) for seed, e in evaluation.items()]
-    assert sorted({*places}) == sorted(expected), "an environment is missing, or is on two ranks"
+    assert sorted({(rank, seed) for rank, seed, _ in lines}) == sorted(expected), "one is missing, or is on two ranks"
     assert all(steps == 3 * 16 for _, seed, steps in lines if seed in training)
